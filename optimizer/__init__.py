@@ -1,0 +1,1 @@
+"""The sharded optimizers of ckpttools. None is in this release."""
