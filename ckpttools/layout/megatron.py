@@ -1,0 +1,250 @@
+"""Where does Megatron's DistributedOptimizer put each parameter? Its flat buffers, as arithmetic.
+
+One buffer holds the parameters of one model chunk that share (parameter dtype, gradient dtype).
+The walk goes over the parameters in *reverse* module order:
+
+1. each parameter starts at a multiple of 64 elements;
+2. a bucket closes after the parameter that fills it to ``bucket_size``, and before and after an
+   embedding that another pipeline stage shares (the rules differ by variant, see below);
+3. each bucket is padded to a multiple of ``lcm(dp, 128)`` elements, so that every data-parallel
+   rank owns an equal contiguous piece of it.
+
+``distrib_optim.pt`` (keys ``buckets_coalesced``) holds the buffer with the padding at bucket
+*ends* taken out; gaps inside a bucket stay. Source: megatron/core/distributed/
+param_and_grad_buffer.py and megatron/core/optimizer/distrib_optimizer.py of core 0.16.1 and, for
+the older rule, of core 0.12 and MegaDLMs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from ckpttools.errors import LayoutError
+
+PARAM_ALIGNMENT = 64
+"""Elements to whose multiple a parameter's start is rounded up (since 2024-07)."""
+
+BUCKET_ALIGNMENT = 128
+"""Elements to whose multiple, with the DP size, a bucket's end is rounded up (since 2024-05)."""
+
+BUSBW_ALIGNMENT = 65536
+"""The further factor of ``--ddp-pad-buckets-for-high-nccl-busbw`` (since 2025-02)."""
+
+FIRST_BUCKET_SIZE = 40_000_000
+FIRST_BUCKET_SIZE_PER_RANK = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class BufferParam:
+    """A parameter as the buffer formula sees it: its name, size, and whether a stage shares it."""
+
+    name: str
+    numel: int
+    shared_embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """The geometry of one buffer. All numbers are elements.
+
+    ``starts[i]`` and ``file_starts[i]`` belong to ``params[i]`` (module order): the offset in
+    the live buffer, and in the saved one with the bucket ends' padding taken out.
+    ``bucket_starts``, ``bucket_stops`` and ``bucket_unpadded`` go by bucket.
+    """
+
+    params: tuple[BufferParam, ...]
+    starts: tuple[int, ...]
+    file_starts: tuple[int, ...]
+    bucket_starts: tuple[int, ...]
+    bucket_stops: tuple[int, ...]
+    bucket_unpadded: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Length of the live buffer, padding included."""
+        return self.bucket_stops[-1] if self.bucket_stops else 0
+
+    @property
+    def numel_unpadded(self) -> int:
+        """Length of the saved buffer, as the file declares it."""
+        return sum(self.bucket_unpadded)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """When does a bucket close? By its size, or after parameters that are known by name.
+
+    ``size`` None means never (one bucket). ``after`` names parameters that end a bucket whatever
+    its size; it is how cuts seen in a file are kept when the number that made them is unknown.
+    """
+
+    size: int | None = None
+    after: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise LayoutError(f"bucket size: must be at least 1 element, got {self.size}")
+
+    def __str__(self) -> str:
+        if self.after:
+            return f"{len(self.after)} cuts as in the source"
+        return "one bucket" if self.size is None else f"bucket size {self.size}"
+
+    def close_after(self, param: BufferParam, bucket_numel: int) -> bool:
+        """Say whether a bucket that now ends with ``param`` closes."""
+        full = self.size is not None and bucket_numel >= self.size
+        return full or param.name in self.after
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The state of the walk over a buffer: position, open bucket, closed buckets."""
+
+    divisor: int
+    pos: int = 0
+    bucket_start: int = 0
+    open_params: int = 0
+    starts: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+    unpadded: tuple[int, ...] = ()
+
+    def close(self, end: int) -> int:
+        """Close the open bucket at ``end`` and return where its padding ends."""
+        stop = round_up(end, self.divisor)
+        self.starts += (self.bucket_start,)
+        self.stops += (stop,)
+        self.unpadded += (end - self.bucket_start,)
+        self.bucket_start, self.open_params = stop, 0
+        return stop
+
+
+def _close_before_shared(walk: _Walk, dp: int) -> None:
+    """Close the bucket before a shared embedding, by core 0.13 and later."""
+    del dp  # the older rule needs it
+    walk.pos = walk.close(walk.pos)
+
+
+def _close_before_shared_until_0_12(walk: _Walk, dp: int) -> None:
+    """Close the bucket before a shared embedding, by core 0.8 to 0.12 (and MegaDLMs).
+
+    There the position is padded first (so the padding counts as content) but only if the DP size
+    doesn't divide it, and it doesn't move to the padded end. Where the two differ the parameter
+    would lie in two buckets, which Megatron refuses at start-up.
+    """
+    if walk.pos % dp:
+        walk.pos = round_up(walk.pos, walk.divisor)
+    stop = walk.close(walk.pos)
+    if stop != walk.pos:
+        raise LayoutError(
+            f"shared embedding: its start must be a multiple of {walk.divisor} under this rule, "
+            f"got {walk.pos}"
+        )
+
+
+VARIANTS: Mapping[str, Callable[[_Walk, int], None]] = {
+    "core-0.13": _close_before_shared,
+    "core-0.12": _close_before_shared_until_0_12,
+}
+"""The historical variants by the last or first core release that has them, newest first."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Round ``value`` up to a multiple.
+
+    >>> round_up(65, 64), round_up(64, 64), round_up(0, 64)
+    (128, 64, 0)
+    """
+    return -(-value // multiple) * multiple
+
+
+def bucket_divisor(dp: int, *, busbw: bool = False) -> int:
+    """Return the number of elements to whose multiple a bucket is padded.
+
+    ``dp`` is the number of ranks that share the buffer (data x context parallel).
+
+    >>> bucket_divisor(3)
+    384
+    """
+    return lcm(dp, BUCKET_ALIGNMENT, *([BUSBW_ALIGNMENT] if busbw else []))
+
+
+def default_bucket_size(dp: int) -> int:
+    """Return the bucket size that Megatron takes when gradients overlap and none is given."""
+    return max(FIRST_BUCKET_SIZE, FIRST_BUCKET_SIZE_PER_RANK * dp)
+
+
+def buffer_layout(
+    params: Sequence[BufferParam],
+    *,
+    dp: int,
+    cuts: Cuts,
+    variant: str = "core-0.13",
+    busbw: bool = False,
+) -> BufferLayout:
+    """Lay out one buffer.
+
+    ``params`` stand in module order. Guarantees: parameters don't overlap, each lies inside one
+    bucket, buckets tile the buffer, and each has a multiple of ``dp`` elements.
+
+    >>> params = [BufferParam("a", 10), BufferParam("b", 70)]
+    >>> layout = buffer_layout(params, dp=2, cuts=Cuts())
+    >>> layout.starts, layout.numel, layout.numel_unpadded
+    ((128, 0), 256, 138)
+
+    Raises:
+        LayoutError: unknown variant, or the variant has no layout for these parameters.
+    """
+    if variant not in VARIANTS:
+        raise LayoutError(f"layout: must be one of {', '.join(VARIANTS)}, got {variant!r}")
+    walk = _Walk(bucket_divisor(dp, busbw=busbw))
+    starts: dict[str, int] = {}
+    file_starts: dict[str, int] = {}
+    for param in reversed(params):
+        walk.pos = round_up(walk.pos, PARAM_ALIGNMENT)
+        if param.shared_embedding and walk.open_params:
+            VARIANTS[variant](walk, dp)
+        starts[param.name] = walk.pos
+        file_starts[param.name] = walk.pos - walk.bucket_start + sum(walk.unpadded)
+        end = walk.pos + param.numel
+        walk.open_params += 1
+        if param.shared_embedding or cuts.close_after(param, end - walk.bucket_start):
+            walk.pos = walk.close(end)
+        else:
+            walk.pos = end
+    if walk.open_params:
+        walk.close(walk.pos)
+    return BufferLayout(
+        params=tuple(params),
+        starts=tuple(starts[p.name] for p in params),
+        file_starts=tuple(file_starts[p.name] for p in params),
+        bucket_starts=walk.starts,
+        bucket_stops=walk.stops,
+        bucket_unpadded=walk.unpadded,
+    )
+
+
+def cuts_from_starts(
+    params: Sequence[BufferParam], starts: Sequence[int], *, dp: int, busbw: bool = False
+) -> Cuts:
+    """Find the bucket cuts that show in live starts (module order, elements).
+
+    A cut shows where the padding to the bucket's divisor moved the next parameter further than
+    the parameter alignment would. Cuts beside a shared embedding follow from the rule and are
+    left out. Whether the formula with these cuts gives ``starts`` again is for the caller to
+    check.
+    """
+    divisor = bucket_divisor(dp, busbw=busbw)
+    pairs = list(zip(reversed(params), reversed(starts), strict=True))
+    after = set()
+    for (before, start), (behind, next_start) in itertools.pairwise(pairs):
+        end = start + before.numel
+        if next_start == round_up(end, PARAM_ALIGNMENT):
+            continue
+        if next_start == round_up(end, divisor) and not (
+            before.shared_embedding or behind.shared_embedding
+        ):
+            after.add(before.name)
+    return Cuts(after=frozenset(after))
