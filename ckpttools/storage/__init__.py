@@ -1,0 +1,1 @@
+"""Bytes: local files, torch.save files and what their pickles say."""

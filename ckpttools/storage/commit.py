@@ -1,0 +1,149 @@
+"""How does a new checkpoint appear? All at once, by one rename, or not at all.
+
+1. Everything is written to ``.<name>.partial-<id>`` beside the destination.
+2. Its files and directories are synced to disk.
+3. One rename publishes it, and the parent directory is synced.
+
+With ``overwrite`` the last step exchanges staging and destination atomically
+(``renameat2(RENAME_EXCHANGE)``) and then removes the old one. Whatever happens before the rename
+leaves the destination as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ckpttools.errors import StorageError
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+
+
+class Staging:
+    """A directory that becomes ``destination`` when :meth:`publish` is called.
+
+    Left without it (an error, an interrupt), the staging directory is removed.
+    """
+
+    def __init__(self, destination: str | Path, *, overwrite: bool = False) -> None:
+        self.destination = Path(os.path.abspath(destination))
+        self.overwrite = overwrite
+        name = f".{self.destination.name}.partial-{secrets.token_hex(4)}"
+        self.path = self.destination.parent / name
+
+    def __enter__(self) -> Self:
+        check_destination(self.destination, overwrite=self.overwrite)
+        try:
+            self.path.mkdir()
+        except OSError as error:
+            raise StorageError(
+                f"{self.path.parent}: must be a writable directory, got: {error.strerror}"
+            ) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def publish(self) -> None:
+        """Sync the staging directory to disk and make it the destination.
+
+        Raises:
+            StorageError: the system refuses; the destination is then as it was.
+        """
+        try:
+            sync_tree(self.path)
+            if self.overwrite and os.path.lexists(self.destination):
+                _exchange(self.path, self.destination)
+            else:
+                _rename_new(self.path, self.destination)
+            _sync(self.destination.parent)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"{self.destination}: can't publish it: {error.strerror or error}"
+            ) from error
+
+
+def check_destination(destination: Path, *, overwrite: bool) -> None:
+    """Refuse a destination that exists (unless ``overwrite``) or has no parent directory.
+
+    Raises:
+        StorageError: it does, or has none.
+    """
+    if os.path.lexists(destination) and not overwrite:
+        raise StorageError(
+            f"{destination}: the destination must not exist, got an existing path",
+            hint="choose another, or give --overwrite",
+        )
+    if not destination.parent.is_dir():
+        raise StorageError(f"{destination.parent}: must be a directory, got none")
+
+
+def sync_tree(root: Path) -> None:
+    """Flush every file and directory under ``root`` to disk."""
+    for directory, _, files in os.walk(root, topdown=False):
+        for name in files:
+            _sync(Path(directory, name))
+        _sync(Path(directory))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _renameat2(src: Path, dst: Path, flags: int) -> int:
+    """Call renameat2 and return 0 or the errno; ENOSYS where the C library has none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return errno.ENOSYS
+    result = function(
+        _AT_FDCWD, os.fsencode(src), _AT_FDCWD, os.fsencode(dst), ctypes.c_uint(flags)
+    )
+    return 0 if result == 0 else ctypes.get_errno()
+
+
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def _rename_new(src: Path, dst: Path) -> None:
+    """Rename without ever replacing what another process put there meanwhile."""
+    code = _renameat2(src, dst, _RENAME_NOREPLACE)
+    if code in _UNSUPPORTED:  # plain rename replaces only an *empty* directory
+        if os.path.lexists(dst):
+            code = errno.EEXIST
+        else:
+            src.rename(dst)
+            return
+    if code:
+        raise OSError(code, os.strerror(code), str(dst))
+
+
+def _exchange(src: Path, dst: Path) -> None:
+    """Swap two paths atomically, or by two renames where the filesystem can't."""
+    code = _renameat2(src, dst, _RENAME_EXCHANGE)
+    if code in _UNSUPPORTED:
+        old = dst.parent / f".{dst.name}.old-{secrets.token_hex(4)}"
+        dst.rename(old)
+        src.rename(dst)
+        old.rename(src)
+        return
+    if code:
+        raise OSError(code, os.strerror(code), str(dst))
