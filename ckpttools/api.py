@@ -1,0 +1,403 @@
+"""The public functions: open, plan, reshard, gather, verify, diff, digest.
+
+The only place that joins formats, plans, execution and proof. Every function is typed, raises
+:class:`ckpttools.errors.CkptError` for what it refuses, and prints nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttools import comparison, conversion, digests, evidence
+from ckpttools.comparison import Comparison
+from ckpttools.conversion import Opened, Stage
+from ckpttools.errors import (
+    AmbiguousLayoutError,
+    CkptError,
+    EvidenceError,
+    FormatError,
+    LayoutError,
+    ReplicaError,
+    RuleError,
+    StorageError,
+    UnknownFormatError,
+    UsageError,
+)
+from ckpttools.executor import Resources
+from ckpttools.formats import Format, ReadOptions, Target, registry
+from ckpttools.manifest import WEIGHT, Manifest, summary_by_slot
+from ckpttools.plan import Plan, make_plan
+from ckpttools.report import Report
+from ckpttools.storage.commit import Staging, check_destination
+
+__all__ = [
+    "Comparison",
+    "Opened",
+    "ReadOptions",
+    "Report",
+    "Resources",
+    "Target",
+    "Verification",
+    "detect_format",
+    "diff",
+    "digest",
+    "format_names",
+    "formats_table",
+    "gather",
+    "inspect",
+    "open_checkpoint",
+    "plan_reshard",
+    "read_manifest",
+    "reshard",
+    "verify",
+]
+
+
+def format_names() -> tuple[str, ...]:
+    """Return the names of the known formats."""
+    return tuple(registry())
+
+
+def formats_table() -> dict[str, str]:
+    """Return a line about each format, by name."""
+    return {name: fmt.about for name, fmt in registry().items()}
+
+
+def detect_format(path: str | Path, name: str | None = None) -> Format:
+    """Return the format of ``path``, by names alone.
+
+    Raises:
+        StorageError: there is no such path.
+        UnknownFormatError: no format or several recognise it, or ``name`` is none.
+    """
+    place = Path(path)
+    known = registry()
+    if name is not None and name not in known:
+        raise UnknownFormatError(f"format: must be one of {', '.join(known)}, got {name!r}")
+    if not place.exists():
+        raise StorageError(f"{place}: must exist, got no such path")
+    if name is not None:
+        return known[name]
+    found = [fmt for fmt in known.values() if fmt.detect(place)]
+    if len(found) != 1:
+        names = " and ".join(fmt.name for fmt in found) or "none"
+        raise UnknownFormatError(
+            f"{place}: must be of exactly one known format, got {names}",
+            hint="name it with --format" if found else f"known are {', '.join(known)}",
+        )
+    return found[0]
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    format: str | None = None,  # noqa: A002  # the name of the CLI's option
+    options: ReadOptions | None = None,
+    resources: Resources | None = None,
+    cross_check: bool = True,
+) -> Opened:
+    """Open a checkpoint: read its structure and choose the layout that the evidence allows.
+
+    Raises:
+        FormatError: the files are damaged, incomplete or not supported.
+        EvidenceError: no layout, or more than one, agrees with the files.
+    """
+    fmt = detect_format(path, format)
+    reading = fmt.read(Path(path), options or ReadOptions())
+    chosen, compared = evidence.choose(reading, resources or Resources(), cross_check=cross_check)
+    return Opened(chosen.manifest, fmt, chosen.layouts, reading.notes, compared)
+
+
+def read_manifest(path: str | Path, **options: object) -> Manifest:
+    """Return a checkpoint's Manifest; takes the options of :func:`open_checkpoint`."""
+    return open_checkpoint(path, **options).manifest  # type: ignore[arg-type]  # passed through
+
+
+def plan_reshard(source: Manifest, target: Target, *, to: str | None = None) -> Plan:
+    """Plan the files of ``source`` on ``target``; nothing is written.
+
+    Raises:
+        UsageError: the target can't hold the source.
+        PlanError: an element would be lost, doubled or invented.
+    """
+    draft = _format(to or source.format).lay_out(source, target, "")
+    return make_plan(source, draft.manifest, left_out=draft.left_out)
+
+
+def reshard(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    target: Target | None = None,
+    to: str | None = None,
+    format: str | None = None,  # noqa: A002  # the name of the CLI's option
+    options: ReadOptions | None = None,
+    resources: Resources | None = None,
+    cross_check: bool = True,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    stage: Stage | None = None,
+) -> Report:
+    """Take a checkpoint to another topology or format, prove it, and publish it atomically.
+
+    Nothing of the destination is visible before all of it is written, synced and compared with
+    the source.
+
+    Raises:
+        CkptError: the source, the target or the result is not right; nothing was written.
+    """
+    resources, options = resources or Resources(), options or ReadOptions()
+    started = time.perf_counter()
+    paths = str(source), str(destination)
+    if not dry_run:
+        check_destination(Path(destination).absolute(), overwrite=overwrite)
+    opened = open_checkpoint(
+        source, format=format, options=options, resources=resources, cross_check=cross_check
+    )
+    copies = evidence.check_replicas(opened.manifest, resources)
+    fmt = _format(to or opened.format.name)
+    if dry_run:
+        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), "")
+        return conversion.report_of(opened, draft, plan, resources, paths, dry_run=True)
+    with Staging(destination, overwrite=overwrite) as staging:
+        root = str(staging.path)
+        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), root)
+        conversion.check_room(draft, staging.path)
+        conversion.write(draft, plan, resources, stage)
+        proof = conversion.prove(fmt, opened, plan, options, resources, stage)
+        staging.publish()
+    return conversion.report_of(
+        opened,
+        draft,
+        plan,
+        resources,
+        paths,
+        seconds=time.perf_counter() - started,
+        proof=(
+            *conversion.source_proof(opened, copies),
+            *proof,
+            f"published as {destination} by one rename after everything was synced to disk",
+        ),
+        skipped=() if cross_check else ("weights against masters (--no-cross-check)",),
+    )
+
+
+def gather(
+    source: str | Path, destination: str | Path, *, to: str = "safetensors", **options: object
+) -> Report:
+    """Write the consolidated form of a checkpoint; takes the options of :func:`reshard`."""
+    if to != "safetensors":
+        raise UsageError(f"--to: must be safetensors, got {to!r}")
+    return reshard(source, destination, to=to, **options)  # type: ignore[arg-type]  # passed on
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What :func:`verify` found. ``damage`` and ``differences`` make it fail.
+
+    ``unchecked`` lists what was asked for but couldn't be checked.
+    """
+
+    checked: tuple[str, ...]
+    damage: tuple[str, ...]
+    differences: tuple[str, ...]
+    unchecked: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether neither damage nor a difference was found."""
+        return not self.damage and not self.differences
+
+
+def verify(
+    path: str | Path,
+    *,
+    against: str | Path | None = None,
+    require: frozenset[str] = frozenset(),
+    format: str | None = None,  # noqa: A002  # the name of the CLI's option
+    options: ReadOptions | None = None,
+    resources: Resources | None = None,
+    cross_check: bool = True,
+    stage: Stage | None = None,
+) -> Verification:
+    """Check a checkpoint: stored checksums, structure, cover, evidence, copies.
+
+    With ``against``, the content of another checkpoint must be equal too.
+
+    ``require`` may hold ``optimizer``: then a side without optimizer state is a difference.
+
+    Raises:
+        StorageError: there is no such path.
+        UnknownFormatError: its format isn't known.
+        CkptError: ``against`` can't be read.
+    """
+    options, resources = options or ReadOptions(), resources or Resources()
+    if unknown := require - {"optimizer"}:
+        raise UsageError(f"--require: must be optimizer, got {min(unknown)}")
+    fmt = detect_format(path, format)
+    problems = fmt.check(Path(path))
+    damage = [str(problem) for problem in problems]
+    checked = [] if damage else ["stored checksums and fixed bytes"]
+    try:
+        opened = open_checkpoint(
+            path, format=fmt.name, options=options, resources=resources, cross_check=cross_check
+        )
+        copies = evidence.check_replicas(opened.manifest, resources)
+        damage += conversion.check_stored_digests(opened.manifest, resources)
+    except AmbiguousLayoutError as error:
+        return Verification(tuple(checked), tuple(damage), (), (str(error),), ())
+    except (FormatError, LayoutError, EvidenceError, ReplicaError) as error:
+        if isinstance(error, RuleError) and not damage:
+            raise
+        # Damage that is named already needs no second line.
+        return Verification(tuple(checked), tuple(damage or [str(error)]), (), (), ())
+    except CkptError:
+        if not damage:  # sound as far as one can see, but not covered
+            raise
+        return Verification(tuple(checked), tuple(damage), (), (), ())
+    checked += [f"{len(opened.manifest.tensors)} tensors covered exactly once"]
+    checked += conversion.source_proof(opened, copies)
+    unchecked = conversion.not_checked(opened, cross_check=cross_check)
+    differences, notes = _against(opened, against, require, resources, stage)
+    if against is not None and not differences:
+        checked.append(f"content equals {against}")
+    return Verification(
+        tuple(checked),
+        tuple(damage),
+        tuple(differences),
+        tuple(unchecked),
+        (*opened.notes, *notes),
+    )
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    format: str | None = None,  # noqa: A002  # the name of the CLI's option
+    options: ReadOptions | None = None,
+    resources: Resources | None = None,
+    stage: Stage | None = None,
+) -> Comparison:
+    """Compare the content of two checkpoints of any formats and layouts.
+
+    ``format`` and ``options`` tell of both.
+
+    Raises:
+        CkptError: one of them can't be read.
+    """
+    resources = resources or Resources()
+    opened = [
+        open_checkpoint(path, format=format, options=options, resources=resources)
+        for path in (a, b)
+    ]
+    progress = stage("compare", opened[0].manifest.state_bytes) if stage else None
+    return comparison.compare(opened[0].manifest, opened[1].manifest, resources, progress)
+
+
+def digest(
+    path: str | Path,
+    *,
+    format: str | None = None,  # noqa: A002  # the name of the CLI's option
+    options: ReadOptions | None = None,
+    resources: Resources | None = None,
+    stage: Stage | None = None,
+) -> tuple[str, tuple[digests.TensorDigest, ...]]:
+    """Return the digest of a checkpoint, and of each of its tensors.
+
+    Raises:
+        CkptError: it can't be read.
+    """
+    resources = resources or Resources()
+    opened = open_checkpoint(path, format=format, options=options, resources=resources)
+    progress = stage("digest", opened.manifest.state_bytes) if stage else None
+    result = digests.digest_manifest(opened.manifest, resources, progress)
+    return digests.checkpoint_digest(result), result
+
+
+def inspect(
+    path: str | Path,
+    *,
+    format: str | None = None,  # noqa: A002  # the name of the CLI's option
+    options: ReadOptions | None = None,
+) -> dict[str, object]:
+    """Describe a checkpoint from its structure alone, as plain data; no tensor byte is read.
+
+    Raises:
+        CkptError: it can't be read.
+    """
+    fmt = detect_format(path, format)
+    reading = fmt.read(Path(path), options or ReadOptions())
+    if not reading.candidates:
+        raise EvidenceError("layout: must agree with the files, got: " + "; ".join(reading.refused))
+    manifest = reading.candidates[0].manifest
+    objects = manifest.objects
+    return {
+        "path": str(path),
+        "format": fmt.name,
+        "layouts": ["/".join(c.layouts) for c in reading.candidates],
+        "buckets": objects.get("buckets"),
+        "topology": objects.get("topology"),
+        "iteration": objects.get("iteration"),
+        "step": objects.get("step"),
+        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in manifest.files],
+        "slots": {
+            slot: {"tensors": count, "bytes": size}
+            for slot, (count, size) in summary_by_slot(manifest.tensors).items()
+        },
+        "tensors": [
+            {
+                "name": spec.name,
+                "slot": spec.slot,
+                "dtype": spec.dtype.name,
+                "shape": list(spec.shape),
+                "padding_rows": spec.padding_rows,
+                "chunks": len(chunks),
+            }
+            for spec, chunks in zip(manifest.tensors, manifest.by_tensor(), strict=True)
+        ],
+        "notes": list(reading.notes),
+    }
+
+
+def _format(name: str) -> Format:
+    known = registry()
+    if name not in known:
+        raise UnknownFormatError(f"--to: must be one of {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+def _against(
+    opened: Opened,
+    against: str | Path | None,
+    require: frozenset[str],
+    resources: Resources,
+    stage: Stage | None,
+) -> tuple[list[str], list[str]]:
+    """Compare with another checkpoint; return differences and remarks."""
+    sides = [(opened.manifest, "it")]
+    differences: list[str] = []
+    notes: list[str] = []
+    if against is not None:
+        other = open_checkpoint(against, resources=resources, cross_check=False)
+        sides.append((other.manifest, str(against)))
+        progress = stage("compare", opened.manifest.state_bytes) if stage else None
+        result = comparison.compare(opened.manifest, other.manifest, resources, progress)
+        differences += map(str, result.differences)
+        for keys, where in ((result.only_a, "it"), (result.only_b, str(against))):
+            weights = [key for key in keys if key[1] == WEIGHT]
+            differences += [f"{name} ({slot}): only in {where}" for name, slot in weights]
+            if len(keys) > len(weights):
+                notes.append(f"{len(keys) - len(weights)} optimizer tensors are only in {where}")
+        if result.padding:
+            notes.append(f"padding rows differ in {len(result.padding)} tensors, which is allowed")
+    if "optimizer" in require:
+        for manifest, where in sides:
+            if not any(spec.slot != WEIGHT for spec in manifest.tensors):
+                differences.append(f"optimizer state: must be there, got none in {where}")
+        if any("optimizer tensors are only" in note for note in notes):
+            differences += [note for note in notes if "optimizer tensors are only" in note]
+    return differences, notes

@@ -1,0 +1,238 @@
+"""Do two checkpoints hold the same content, whatever their formats and layouts?
+
+Tensors are compared bit for bit, tile by tile, by name and slot; the rows of padding beside a
+vocabulary are compared apart, since they are not content. Objects are compared where both sides
+have them: the step as a number, parameter groups by their members.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpttools.executor import Buffers, Progress, Resources, run_jobs
+from ckpttools.formats import ParamGroup
+from ckpttools.layout.box import Box
+from ckpttools.manifest import Manifest, TensorSpec
+from ckpttools.plan import Pieces, pieces
+from ckpttools.storage.local import FilePool
+from ckpttools.tiles import cut_tiles, read_tile
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One difference: ``name`` and ``slot`` of a tensor, or an object with slot ""."""
+
+    name: str
+    slot: str
+    what: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.slot}): {self.what}" if self.slot else f"{self.name}: {self.what}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The outcome of comparing A with B.
+
+    ``only_a`` and ``only_b`` list tensors that one side has; ``padding`` counts tensors whose
+    padding rows differ; ``fresh_nonzero`` names tensors of B with rows of padding that A lacks
+    and that are not zero.
+    """
+
+    compared: int
+    compared_bytes: int
+    differences: tuple[Difference, ...]
+    only_a: tuple[tuple[str, str], ...]
+    only_b: tuple[tuple[str, str], ...]
+    padding: tuple[tuple[str, str], ...]
+    fresh_nonzero: tuple[tuple[str, str], ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that both sides have is equal."""
+        return not self.differences
+
+    @property
+    def same(self) -> bool:
+        """Whether, besides, both sides have the same tensors."""
+        return self.equal and not self.only_a and not self.only_b
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One tensor on both sides."""
+
+    a: TensorSpec
+    b: TensorSpec
+    a_pieces: Pieces
+    b_pieces: Pieces
+
+    @property
+    def rows(self) -> int:
+        """Rows that either side stores."""
+        return max(s.stored_shape[0] for s in (self.a, self.b)) if self.a.shape else 0
+
+    @property
+    def whole(self) -> Box:
+        """Everything that either side stores."""
+        return Box.whole((self.rows, *self.a.shape[1:]) if self.a.shape else ())
+
+
+@dataclass(slots=True)
+class _Found:
+    """What differs in one tensor."""
+
+    count: int = 0
+    first: tuple[int, ...] = ()
+    padding: bool = False
+    fresh: bool = False
+
+
+def compare(
+    a: Manifest, b: Manifest, resources: Resources, progress: Progress | None = None
+) -> Comparison:
+    """Compare the content of two checkpoints.
+
+    Raises:
+        StorageError: a file can't be read.
+    """
+    a_index, b_index = a.index(), b.index()
+    differences: list[Difference] = []
+    pairs: list[_Pair] = []
+    a_chunks, b_chunks = a.by_tensor(), b.by_tensor()
+    for key, i in a_index.items():
+        if key not in b_index:
+            continue
+        j = b_index[key]
+        spec_a, spec_b = a.tensors[i], b.tensors[j]
+        if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
+            what = f"{spec_a.dtype} {spec_a.shape} against {spec_b.dtype} {spec_b.shape}"
+            differences.append(Difference(*key, what))
+            continue
+        sides = [
+            pieces([c for c in chunks if not c.replica_id], ndim=len(spec_a.shape))
+            for chunks in (a_chunks[i], b_chunks[j])
+        ]
+        pairs.append(_Pair(spec_a, spec_b, sides[0], sides[1]))
+    found = _compare_tiles(a, b, pairs, resources, progress)
+    for pair, result in zip(pairs, found, strict=True):
+        if result.count:
+            what = (
+                f"{result.count} of {pair.a.numel} elements differ, first at {list(result.first)}"
+            )
+            differences.append(Difference(*pair.a.key, what))
+    return Comparison(
+        compared=len(pairs),
+        compared_bytes=sum(pair.a.size_bytes for pair in pairs),
+        differences=(*differences, *_compare_objects(a.objects, b.objects)),
+        only_a=tuple(key for key in a_index if key not in b_index),
+        only_b=tuple(key for key in b_index if key not in a_index),
+        padding=tuple(p.a.key for p, f in zip(pairs, found, strict=True) if f.padding),
+        fresh_nonzero=tuple(p.a.key for p, f in zip(pairs, found, strict=True) if f.fresh),
+    )
+
+
+def _compare_tiles(
+    a: Manifest,
+    b: Manifest,
+    pairs: list[_Pair],
+    resources: Resources,
+    progress: Progress | None,
+) -> list[_Found]:
+    """Read every tile on both sides and compare them."""
+    found = [_Found() for _ in pairs]
+    lock = threading.Lock()
+
+    def jobs() -> Iterator[tuple[int, Box]]:
+        order = sorted(range(len(pairs)), key=lambda n: _position(pairs[n].b_pieces))
+        for number in order:
+            pair = pairs[number]
+            for box in cut_tiles(pair.whole, pair.a.dtype.itemsize, resources.tile_bytes):
+                yield number, box
+
+    with (
+        FilePool(a.root, [f.path for f in a.files]) as a_pool,
+        FilePool(b.root, [f.path for f in b.files]) as b_pool,
+    ):
+
+        def work(job: tuple[int, Box], buffers: Buffers) -> None:
+            pair, box = pairs[job[0]], job[1]
+            itemsize = pair.a.dtype.itemsize
+            x = buffers.tile(box, itemsize)
+            y = buffers.tile(box, itemsize, second=True)
+            if pair.a.padding_rows != pair.b.padding_rows:  # rows that one side lacks read as zero
+                x[...] = 0
+                y[...] = 0
+            read_tile(a_pool, pair.a_pieces, box, x, buffers.scratch)
+            read_tile(b_pool, pair.b_pieces, box, y, buffers.scratch)
+            if not _equal_bytes(x, y):
+                with lock:
+                    _note(found[job[0]], pair, box, x != y)
+            if progress is not None:
+                progress(x.nbytes)
+
+        run_jobs(jobs(), work, resources)
+    return found
+
+
+def _equal_bytes(x: np.ndarray, y: np.ndarray) -> bool:
+    """Compare two contiguous tiles, by machine words where their length allows."""
+    a, b = (t.reshape(-1).view(np.uint8) for t in (x, y))
+    words = len(a) // 8 * 8
+    return bool(
+        np.array_equal(a[:words].view(np.uint64), b[:words].view(np.uint64))
+        and np.array_equal(a[words:], b[words:])
+    )
+
+
+def _position(side: Pieces) -> tuple[int, int]:
+    return (int(side.file[0, 0]), int(side.start_bytes[0, 0])) if len(side) else (0, 0)
+
+
+def _note(found: _Found, pair: _Pair, box: Box, differs: np.ndarray) -> None:
+    """Sort differing elements into content, common padding and padding that A lacks."""
+    for index in np.argwhere(differs) if differs.ndim else [np.zeros(0, dtype=np.int64)]:
+        place = tuple(int(i) + o for i, o in zip(index, box.offsets, strict=True))
+        row = place[0] if place else 0
+        if not pair.a.shape or row < pair.a.shape[0]:
+            first = min(found.first, place) if found.count else place
+            found.count, found.first = found.count + 1, first
+        elif row < pair.a.stored_shape[0]:
+            found.padding = found.padding or row < pair.b.stored_shape[0]
+        else:
+            found.fresh = True
+
+
+def _compare_objects(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Difference]:
+    """Compare what two Manifests say beside tensors, where both say it."""
+    for key in ("step", "iteration"):
+        if key in a and key in b and a[key] != b[key]:
+            yield Difference(key, "", f"{a[key]} against {b[key]}")
+    groups_a, groups_b = _settings_by_name(a), _settings_by_name(b)
+    for name in groups_a.keys() & groups_b.keys():
+        if groups_a[name] != groups_b[name]:
+            yield Difference(name, "", "its parameter group has other settings")
+
+
+def _settings_by_name(objects: Mapping[str, object]) -> dict[str, str]:
+    """Return each parameter's group settings, as text that is equal for equal settings."""
+    groups = objects.get("param_groups")
+    result: dict[str, str] = {}
+    for group in groups if isinstance(groups, tuple) else ():
+        if isinstance(group, ParamGroup) and group.members is not None:
+            settings = sorted((k, _text(v)) for k, v in group.settings.items())
+            result.update(dict.fromkeys(group.members, str(settings)))
+    return result
+
+
+def _text(value: object) -> str:
+    """Write tuples as lists: JSON has no tuples."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return repr(value)

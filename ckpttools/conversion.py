@@ -1,0 +1,260 @@
+"""How does one conversion run, from a plan to files that are proven equal to their source?
+
+1. Every file of the draft is created in full size; headers are written.
+2. The plan is executed; checksums are folded from the pieces as they pass, and written.
+3. The new files are read back by the format's own reader, as a stranger would, and every byte of
+   every tensor is compared with the source; every other byte is checked against its checksum.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpttools import comparison, digests
+from ckpttools.errors import MismatchError, StorageError
+from ckpttools.executor import Progress, Resources, execute
+from ckpttools.formats import Draft, Format, Patch, ReadOptions, Target, Written
+from ckpttools.manifest import Manifest
+from ckpttools.plan import Plan, TensorPlan, make_plan
+from ckpttools.report import Report, size_text
+from ckpttools.storage.local import FilePool, create_file, write_new_file
+
+Stage = Callable[[str, int], Progress | None]
+"""Told the name and the number of bytes of each long step; returns what to tell of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint as one Manifest: its format, the layout variants that it fits, remarks.
+
+    ``weights_compared`` counts the weights that were held against their masters.
+    """
+
+    manifest: Manifest
+    format: Format
+    layouts: tuple[str, ...]
+    notes: tuple[str, ...]
+    weights_compared: int
+
+
+def lay_out(fmt: Format, source: Manifest, target: Target, root: str) -> tuple[Draft, Plan]:
+    """Lay out the destination's files and plan the copies into them.
+
+    Raises:
+        UsageError: the target can't hold the source.
+        PlanError: an element would be lost, doubled or invented.
+    """
+    draft = fmt.lay_out(source, target, root)
+    return draft, make_plan(source, draft.manifest, left_out=draft.left_out)
+
+
+def check_room(draft: Draft, place: Path) -> None:
+    """Refuse to start where the files can't fit on the disk.
+
+    Raises:
+        StorageError: too little is free.
+    """
+    need = sum(file.size_bytes for file in draft.manifest.files)
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise StorageError(
+            f"{place.parent}: must have {size_text(need)} free, got {size_text(free)}",
+            hint="free some room, or choose another disk",
+        )
+
+
+def write(draft: Draft, plan: Plan, resources: Resources, stage: Stage | None) -> None:
+    """Write all files of a draft: headers, payload, checksums.
+
+    Raises:
+        StorageError: a file can't be read or written.
+    """
+    root = Path(draft.manifest.root)
+    for file in draft.manifest.files:
+        place = root / file.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        create_file(place, file.size_bytes)
+    _patch(draft, draft.patches)
+    log = digests.DigestLog() if draft.wants_digests else None
+    progress = stage("write", plan.write_bytes) if stage else None
+    pieces = execute(plan, resources=resources, on_tile=log.add if log else None, progress=progress)
+    sums = {(d.name, d.slot): d.crc32c for d in log.result(plan.dst.tensors)} if log else {}
+    finish = draft.finish(Written(pieces.crc32(draft.seals), sums))
+    _patch(draft, finish.patches)
+    for new in finish.new_files:
+        place = root / new.path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_new_file(place, new.data)
+
+
+def _patch(draft: Draft, patches: Sequence[Patch]) -> None:
+    """Write small pieces of bytes into the draft's files."""
+    paths = [file.path for file in draft.manifest.files]
+    with FilePool(draft.manifest.root, paths, writable=True) as pool:
+        for patch in patches:
+            pool.write_at(patch.file, patch.offset, patch.data)
+
+
+def prove(
+    fmt: Format,
+    source: Opened,
+    plan: Plan,
+    options: ReadOptions,
+    resources: Resources,
+    stage: Stage | None,
+) -> tuple[str, ...]:
+    """Read the new files back and compare them with the source; return what was proven.
+
+    Raises:
+        MismatchError: something differs.
+    """
+    root = Path(plan.dst.root)
+    reading = fmt.read(root, options)
+    again = [c.manifest for c in reading.candidates if _same_places(c.manifest, plan.dst)]
+    if len(again) != 1:
+        raise MismatchError(
+            f"{root}: its reader must find every tensor where it was written, got other places"
+        )
+    progress = stage("compare", plan.write_bytes) if stage else None
+    result = comparison.compare(source.manifest, again[0], resources, progress)
+    if not result.equal or result.only_b or result.padding or result.fresh_nonzero:
+        first = [*map(str, result.differences), *map(str, result.padding), *map(str, result.only_b)]
+        raise MismatchError(
+            f"{root}: must equal its source, got {(first or ['padding that is not zero'])[0]}"
+        )
+    unexpected = set(result.only_a) - set(plan.left_out)
+    if unexpected:
+        raise MismatchError(f"{root}: must hold every tensor, got none of {min(unexpected)}")
+    size = size_text(result.compared_bytes)
+    return (f"read back: {result.compared} tensors, {size}, equal the source bit for bit",)
+
+
+def _same_places(a: Manifest, b: Manifest) -> bool:
+    """Say whether two Manifests put every element of every tensor at the same byte."""
+
+    def places(manifest: Manifest) -> set[object]:
+        return {
+            (
+                manifest.tensors[c.tensor],
+                c.region,
+                tuple(
+                    (
+                        manifest.files[p.extent.file].path,
+                        p.extent.offset,
+                        p.extent.length,
+                        p.strides,
+                    )
+                    for p in c.parts
+                ),
+            )
+            for c in manifest.chunks
+        }
+
+    return places(a) == places(b)
+
+
+def source_proof(opened: Opened, copies: int) -> list[str]:
+    """Return a line for each check that the source has passed."""
+    lines = []
+    if opened.weights_compared:
+        lines.append(
+            f"layout {'/'.join(opened.layouts)}: {opened.weights_compared} weights equal their "
+            f"masters, rounded"
+        )
+    if copies:
+        lines.append(f"{copies} copies (norms and other replicas) equal the first bit for bit")
+    return lines
+
+
+def not_checked(opened: Opened, *, cross_check: bool) -> list[str]:
+    """Return what a verification should have checked and couldn't."""
+    slots = opened.manifest.slots()
+    if (
+        cross_check
+        and not opened.weights_compared
+        and len(slots) > 1
+        and "digests" not in (opened.manifest.objects)
+    ):
+        return ["weights against masters: the checkpoint has no pair of them"]
+    return []
+
+
+def check_stored_digests(manifest: Manifest, resources: Resources) -> list[str]:
+    """Compare every tensor with the digest that the checkpoint states, if it does."""
+    stated = manifest.objects.get("digests")
+    if not isinstance(stated, dict):
+        return []
+    return [
+        f"{d.name} ({d.slot}): CRC-32C must be {stated[d.name, d.slot]:08x}, got {d.crc32c:08x}"
+        for d in digests.digest_manifest(manifest, resources)
+        if stated.get((d.name, d.slot)) != d.crc32c
+    ]
+
+
+def report_of(
+    opened: Opened,
+    draft: Draft,
+    plan: Plan,
+    resources: Resources,
+    paths: tuple[str, str],
+    *,
+    seconds: float = 0.0,
+    dry_run: bool = False,
+    proof: tuple[str, ...] = (),
+    skipped: tuple[str, ...] = (),
+) -> Report:
+    """Put together what was planned, done and proven."""
+    src, dst = opened.manifest, draft.manifest
+    sizes = sum(file.size_bytes for file in dst.files)
+    return Report(
+        source=paths[0],
+        destination=paths[1],
+        src_format=src.format,
+        dst_format=dst.format,
+        src_topology=_topology(src),
+        dst_topology=_topology(dst),
+        tensors=len(dst.tensors),
+        state_bytes=dst.state_bytes,
+        ops=plan.op_count,
+        read_bytes=plan.read_bytes,
+        write_bytes=plan.write_bytes,
+        buffer_bytes=resources.buffer_bytes,
+        files=len(dst.files),
+        seconds=seconds,
+        dry_run=dry_run,
+        plan=_plan_lines(plan, resources, sizes),
+        proof=proof,
+        skipped=skipped,
+        carried=draft.carried,
+        lost=draft.lost,
+        findings=(*opened.notes, *draft.notes, *_padding_notes(plan.tensors)),
+    )
+
+
+def _plan_lines(plan: Plan, resources: Resources, file_bytes: int) -> tuple[str, str]:
+    """Describe the work and what it takes."""
+    copies = f"plan: {plan.op_count} copies, reads {size_text(plan.read_bytes)}, writes "
+    buffers = size_text(resources.buffer_bytes)
+    return (
+        f"{copies}{size_text(plan.write_bytes)} of tensors in {size_text(file_bytes)} of files",
+        f"plan: {resources.workers} workers with {buffers} of buffers in all",
+    )
+
+
+def _topology(manifest: Manifest) -> dict[str, int]:
+    value = manifest.objects.get("topology")
+    return {str(k): int(v) for k, v in value.items()} if isinstance(value, dict) else {}
+
+
+def _padding_notes(tensors: Iterable[TensorPlan]) -> list[str]:
+    """Say how many rows of vocabulary padding come and go."""
+    notes = []
+    for tensor in tensors:
+        if tensor.fresh_rows:
+            notes.append(f"{tensor.dst_spec}: {tensor.fresh_rows} new rows of padding are zero")
+        if tensor.dropped_rows:
+            notes.append(f"{tensor.src_spec}: {tensor.dropped_rows} rows of padding have no room")
+    return notes

@@ -1,0 +1,211 @@
+"""Does the way we read the files agree with what the files show?
+
+A reader and a writer that share a wrong formula agree with each other, so the formula is held
+against evidence: each weight must be its fp32 master rounded to the weight's dtype. A wrong
+offset map, a wrong order of sub-blocks or a corrupted master shows at once, since masters and
+weights lie in different files under different formulas.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckpttools import codecs
+from ckpttools.errors import AmbiguousLayoutError, EvidenceError, ReplicaError
+from ckpttools.executor import Buffers, Resources, run_jobs
+from ckpttools.formats import Candidate, Reading
+from ckpttools.layout.box import Box
+from ckpttools.manifest import MASTER, WEIGHT, Chunk, Manifest, TensorSpec, boxes_of
+from ckpttools.plan import Pieces, pieces
+from ckpttools.storage.local import FilePool
+from ckpttools.tiles import cut_tiles, read_tile
+
+
+@dataclass(frozen=True, slots=True)
+class CastFailure:
+    """A weight that is not its master, rounded: how many elements differ, and the first one."""
+
+    spec: TensorSpec
+    count: int
+    first: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.spec.name}: the weight must be its master rounded to {self.spec.dtype}, got "
+            f"{self.count} of {int(np.prod(self.spec.stored_shape, dtype=np.int64))} elements "
+            f"that differ, first at {list(self.first)}"
+        )
+
+
+@dataclass(slots=True)
+class _Count:
+    """Differences found in one tensor by all threads."""
+
+    count: int = 0
+    first: tuple[int, ...] | None = None
+
+    def add(self, count: int, first: tuple[int, ...]) -> None:
+        self.count += count
+        if self.first is None or first < self.first:
+            self.first = first
+
+
+def check_casts(manifest: Manifest, resources: Resources) -> tuple[int, list[CastFailure]]:
+    """Compare every weight with its rounded master, padding rows included.
+
+    Returns the number of weights compared and the failures, in the manifest's order.
+
+    Raises:
+        StorageError: a file can't be read.
+    """
+    jobs = list(_cast_jobs(manifest))
+    found: dict[int, _Count] = {i: _Count() for i in range(len(jobs))}
+    lock = threading.Lock()
+    with FilePool(manifest.root, [f.path for f in manifest.files]) as pool:
+
+        def compare(job: tuple[int, Box], buffers: Buffers) -> None:
+            number, box = job
+            weight, weight_pieces, master_pieces = jobs[number]
+            low = buffers.tile(box, weight.dtype.itemsize)
+            high = buffers.tile(box, 4, second=True)
+            read_tile(pool, weight_pieces, box, low, buffers.scratch)
+            read_tile(pool, master_pieces, box, high, buffers.scratch)
+            differs = low != codecs.round_float32(high, weight.dtype)
+            if differs.any():
+                local = np.unravel_index(int(np.argmax(differs)), box.lengths)
+                first = tuple(int(a) + o for a, o in zip(local, box.offsets, strict=True))
+                with lock:
+                    found[number].add(int(np.count_nonzero(differs)), first)
+
+        run_jobs(_cast_tiles(jobs, resources.tile_bytes), compare, resources)
+    return len(jobs), [
+        CastFailure(jobs[i][0], c.count, c.first) for i, c in found.items() if c.first is not None
+    ]
+
+
+_CastJob = tuple[TensorSpec, Pieces, Pieces]
+
+
+def _cast_jobs(manifest: Manifest) -> Iterator[_CastJob]:
+    """Yield each weight that has an fp32 master: its spec, its pieces, the master's."""
+    index, chunks = manifest.index(), manifest.by_tensor()
+
+    def primaries(i: int) -> Pieces:
+        spec = manifest.tensors[i]
+        return pieces([c for c in chunks[i] if c.replica_id == 0], ndim=len(spec.shape))
+
+    for (name, slot), i in index.items():
+        master = index.get((name, MASTER))
+        if slot != WEIGHT or master is None:
+            continue
+        if manifest.tensors[master].dtype.name != "float32":
+            continue
+        if manifest.tensors[i].dtype.name in codecs.ROUNDED:
+            yield manifest.tensors[i], primaries(i), primaries(master)
+
+
+def _cast_tiles(jobs: Sequence[_CastJob], tile_bytes: int) -> Iterator[tuple[int, Box]]:
+    for number, (spec, _, _) in enumerate(jobs):
+        for box in cut_tiles(Box.whole(spec.stored_shape), 4, tile_bytes):
+            yield number, box
+
+
+def choose(reading: Reading, resources: Resources, *, cross_check: bool) -> tuple[Candidate, int]:
+    """Return the one candidate that the evidence allows, and how many weights speak for it.
+
+    With ``cross_check`` off, only what the files declare is held against the formula.
+
+    Raises:
+        EvidenceError: no candidate remains.
+        AmbiguousLayoutError: several do.
+    """
+    refused = list(reading.refused)
+    passed: list[tuple[Candidate, int]] = []
+    for candidate in reading.candidates:
+        compared, failures = check_casts(candidate.manifest, resources) if cross_check else (0, [])
+        if failures:
+            refused.append(f"layout {'/'.join(candidate.layouts)}: {failures[0]}")
+        else:
+            passed.append((candidate, compared))
+    if len(passed) == 1:
+        return passed[0]
+    if not passed:
+        raise EvidenceError(
+            "layout: exactly one must agree with the files, got none: " + "; ".join(refused)
+        )
+    names = " and ".join("/".join(c.layouts) for c, _ in passed)
+    raise AmbiguousLayoutError(
+        f"layout: exactly one must agree with the files, got {names}",
+        hint="name it with --layout NAME",
+    )
+
+
+def check_replicas(manifest: Manifest, resources: Resources) -> int:
+    """Compare every copy of a region with the first one; return how many copies there are.
+
+    Raises:
+        ReplicaError: a copy differs in some bit.
+    """
+    copies: list[tuple[TensorSpec, Chunk, Pieces, Pieces]] = []
+    for spec, chunks in zip(manifest.tensors, manifest.by_tensor(), strict=True):
+        if any(chunk.replica_id for chunk in chunks):
+            first = pieces([c for c in chunks if not c.replica_id], ndim=len(spec.shape))
+            for chunk in chunks:
+                if chunk.replica_id:
+                    copies.append((spec, chunk, first, pieces([chunk], ndim=len(spec.shape))))
+    with FilePool(manifest.root, [f.path for f in manifest.files]) as pool:
+
+        def compare(job: tuple[int, Box], buffers: Buffers) -> None:
+            spec, chunk, first, copy = copies[job[0]]
+            itemsize = spec.dtype.itemsize
+            a = buffers.tile(job[1], itemsize)
+            b = buffers.tile(job[1], itemsize, second=True)
+            read_tile(pool, first, job[1], a, buffers.scratch)
+            read_tile(pool, copy, job[1], b, buffers.scratch)
+            if (a != b).any():
+                paths = _files_of(manifest, spec, job[1], chunk)
+                raise ReplicaError(
+                    f"{spec}: copies must be equal, got a largest difference of "
+                    f"{_largest_difference(a, b, spec)} between {paths[0]} and {paths[1]}"
+                )
+
+        def jobs() -> Iterator[tuple[int, Box]]:
+            for number, (spec, chunk, _, _) in enumerate(copies):
+                for region in boxes_of(chunk.region):
+                    for box in cut_tiles(region, spec.dtype.itemsize, resources.tile_bytes):
+                        yield number, box
+
+        run_jobs(jobs(), compare, resources)
+    return len(copies)
+
+
+def _files_of(manifest: Manifest, spec: TensorSpec, box: Box, chunk: Chunk) -> tuple[str, str]:
+    """Return the file of the first copy of ``box``, and that of ``chunk``."""
+    index = manifest.index()[spec.key]
+    first = next(
+        c
+        for c in manifest.chunks
+        if c.tensor == index
+        and c.replica_id == 0
+        and any(b & box is not None for b in boxes_of(c.region))
+    )
+    return (
+        manifest.files[first.parts[0].extent.file].path,
+        manifest.files[chunk.parts[0].extent.file].path,
+    )
+
+
+def _largest_difference(a: codecs.Bits, b: codecs.Bits, spec: TensorSpec) -> float:
+    """Return the largest absolute difference of two tiles, as numbers."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.nanmax(np.abs(_as_float(a, spec) - _as_float(b, spec)), initial=0.0))
+
+
+def _as_float(bits: codecs.Bits, spec: TensorSpec) -> np.ndarray:
+    if spec.dtype.name == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return bits.view(spec.dtype.carrier).astype(np.float64)

@@ -1,0 +1,180 @@
+"""Which checkpoint formats are there? One registry line each, one Protocol for all.
+
+A format turns files into Manifests (:meth:`Format.read`), without reading tensor bytes, and a
+Manifest into the layout of files that don't exist yet (:meth:`Format.lay_out`). No format
+imports another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from ckpttools.manifest import Extent, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What a user may have to tell a reader: facts that the files don't hold.
+
+    ``layout`` names the layout variant, ``rules_path`` replaces the built-in rules,
+    ``vocab_size`` is the true number of vocabulary rows, ``accept_loss`` names what may be lost.
+    """
+
+    layout: str | None = None
+    rules_path: str | None = None
+    vocab_size: int | None = None
+    accept_loss: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The topology to write. None means: as in the source.
+
+    ``world`` is the number of ranks, from which the data-parallel size follows. ``bucket_size``
+    counts elements; "none" asks for one bucket.
+    """
+
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    world: int | None = None
+    bucket_size: int | Literal["none"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to understand the files, under the names of the layout variants that agree on it."""
+
+    layouts: tuple[str, ...]
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader found: the candidates, and why other variants can't be.
+
+    ``notes`` are remarks for the report, such as files that were not read.
+    """
+
+    candidates: tuple[Candidate, ...]
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Bytes for one place in a file: ``file`` is an index into the Manifest's files."""
+
+    file: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """A small file that is written whole once everything else is known."""
+
+    path: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What is known once the payload is written.
+
+    ``crcs`` are the CRC-32 of a draft's ``seals``; ``digests`` the CRC-32C of each tensor's
+    logical bytes by (name, slot), empty unless the draft asks for them.
+    """
+
+    crcs: Sequence[int]
+    digests: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last bytes: patches of the draft's files, and further small files."""
+
+    patches: Sequence[Patch] = ()
+    new_files: Sequence[NewFile] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Files that don't exist yet: their Manifest, and the bytes that aren't tensor elements.
+
+    ``patches`` are known now; ``finish`` gives the rest once the payload is written. ``carried``
+    and ``lost`` say what of the source's other state is in the files and what is not, ``left_out``
+    which tensors.
+    """
+
+    manifest: Manifest
+    patches: tuple[Patch, ...]
+    finish: Callable[[Written], Finish]
+    seals: tuple[Extent, ...] = ()
+    wants_digests: bool = False
+    carried: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a stored file."""
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """A parameter group: its settings, and its members by name.
+
+    ``members`` None means that the files don't tell and no rule does.
+    """
+
+    settings: Mapping[str, object]
+    members: tuple[str, ...] | None = field(default=None)
+
+
+@runtime_checkable
+class Format(Protocol):
+    """A checkpoint format. ``about`` is a line for people."""
+
+    name: str
+    about: str
+
+    def detect(self, path: Path) -> bool:
+        """Say by names alone whether ``path`` is meant to be of this format, damaged or not."""
+
+    def read(self, path: Path, options: ReadOptions) -> Reading:
+        """Understand the files under ``path``, reading no tensor bytes.
+
+        Raises:
+            FormatError: they are damaged, incomplete or hostile.
+        """
+
+    def lay_out(self, source: Manifest, target: Target, root: str) -> Draft:
+        """Decide where each byte of ``source`` will go in new files under ``root``.
+
+        Raises:
+            UsageError: the target can't hold the source.
+        """
+
+    def check(self, path: Path) -> list[Problem]:
+        """Check every stored byte that carries a checksum or has a fixed value."""
+
+
+def registry() -> dict[str, Format]:
+    """Return all formats by name."""
+    from ckpttools.formats.consolidated import ConsolidatedFormat
+    from ckpttools.formats.megatron import MegatronFormat
+
+    formats: tuple[Format, ...] = (MegatronFormat(), ConsolidatedFormat())
+    return {fmt.name: fmt for fmt in formats}

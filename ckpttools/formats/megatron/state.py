@@ -1,0 +1,82 @@
+"""What of a Megatron checkpoint is not tensors, kept for a writer of the same format.
+
+It rides in the Manifest's ``objects`` under ``megatron``; no other format looks into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckpttools.formats.megatron.arguments import Run
+from ckpttools.formats.megatron.groups import GroupParam, Groups
+from ckpttools.layout.megatron import BufferLayout, Cuts
+from ckpttools.layout.rules import Rule, Rules
+from ckpttools.storage.inert import Inert, InertType
+
+RankId = tuple[int, int]
+"""Tensor rank and pipeline rank."""
+
+Buffers = Mapping[tuple[int, int, str], tuple[Cuts, BufferLayout]]
+"""By tensor rank, pipeline rank and parameter dtype: the cuts taken and the geometry."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """A parameter of the whole model.
+
+    ``name`` is its global name in a stage's file (a tied output layer keeps its own), ``shape``
+    the shape over all tensor ranks, padding rows of a vocabulary included; ``vocab_rows`` are the
+    true rows where they are known. ``location`` and ``requires_grad`` are as the source's file
+    has them.
+    """
+
+    name: str
+    rule: Rule
+    shape: tuple[int, ...]
+    dtype: str
+    vocab_rows: int | None = None
+    location: str = "cpu"
+    requires_grad: bool = False
+
+    @property
+    def canonical(self) -> str:
+        """The name of the logical tensor: a tied copy has that of the embedding."""
+        return self.rule.tied_to or self.name
+
+    @property
+    def group_param(self) -> GroupParam:
+        """The parameter as the grouping rule sees it."""
+        return GroupParam(self.name, len(self.shape), self.rule.kind)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MegatronState:
+    """Everything that a Megatron writer needs beside the tensors.
+
+    ``stages`` are the parameters of each stage in module order. ``entries`` are the names of all
+    entries of ``model`` with global layer numbers, in module order, ``_extra_state`` among them;
+    ``modules`` those of its ``_metadata``. ``trees`` are the rank files' top-level dicts, with
+    None in place of ``model``.
+    """
+
+    iteration_name: str
+    layouts: tuple[str, ...]
+    run: Run
+    rules: Rules
+    stages: tuple[tuple[ParamInfo, ...], ...]
+    entries: tuple[str, ...]
+    modules: Mapping[str, object] | None
+    trees: Mapping[RankId, Mapping[str, object]]
+    args: Mapping[RankId, Inert]
+    groups: Groups | None
+    buffer_keys: Mapping[str, tuple[InertType, InertType]]
+    slots: tuple[str, ...]
+    buffers: Buffers
+    cuts_from: str
+    optimizer_location: str
+
+    @property
+    def params(self) -> tuple[ParamInfo, ...]:
+        """The parameters of all stages, a tied copy included."""
+        return tuple(info for stage in self.stages for info in stage)

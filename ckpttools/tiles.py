@@ -1,0 +1,200 @@
+"""How do elements come off files and onto them, a bounded tile at a time?
+
+A *tile* is a box of a tensor that is one run of its row-major order: a slab of leading rows, or,
+where one row is over the bound, a piece of a row. A dense chunk of the tensor meets a tile in one
+run of its own bytes too, so a tile is read and written by one system call per chunk that it
+meets, each byte once, however the two sides are cut. What remains is a copy inside memory, and
+only where a chunk is narrower than the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from ckpttools.errors import PlanError
+from ckpttools.layout.box import Box
+from ckpttools.plan import Pieces
+from ckpttools.storage.local import FilePool
+
+Tile = npt.NDArray[np.unsignedinteger]
+OnWrite = Callable[[int, int, memoryview], None]
+"""Told of each write: file, offset in bytes, the bytes."""
+
+_CARRIERS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_SPAN_FACTOR = 4
+"""A strided region is read as one span where that costs at most this many times its bytes."""
+
+
+def carrier(itemsize: int) -> np.dtype[np.unsignedinteger]:
+    """Return the unsigned dtype that carries elements of ``itemsize`` bytes bit for bit."""
+    return np.dtype(_CARRIERS[itemsize])
+
+
+def cut_tiles(box: Box, itemsize: int, tile_bytes: int) -> Iterator[Box]:
+    """Cut ``box`` into tiles of at most ``tile_bytes`` (at least one element each), in order.
+
+    The tiles cover the box exactly once, and each is one run of its row-major order.
+
+    >>> [str(tile) for tile in cut_tiles(Box.whole((3, 4)), itemsize=4, tile_bytes=32)]
+    ['[0:2, 0:4]', '[2:3, 0:4]']
+    """
+    if not box.numel:
+        return
+    limit = max(1, tile_bytes // itemsize)
+    if box.numel <= limit:
+        yield box
+        return
+    dim = next(d for d, n in enumerate(box.lengths) if n > 1)
+    inner = prod(box.lengths[dim + 1 :])
+    step = max(1, limit // inner)
+    for start in range(0, box.lengths[dim], step):
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[dim] += start
+        lengths[dim] = min(step, box.lengths[dim] - start)
+        tile = Box(tuple(offsets), tuple(lengths))
+        if tile.numel > limit:
+            yield from cut_tiles(tile, itemsize, tile_bytes)
+        else:
+            yield tile
+
+
+def read_tile(pool: FilePool, pieces: Pieces, box: Box, out: Tile, scratch: memoryview) -> None:
+    """Fill ``out`` (shape of ``box``) with the elements that ``pieces`` hold of ``box``.
+
+    Elements of ``box`` that no piece holds are left as they are. ``scratch`` is at least as long
+    as ``out``.
+    """
+    for i in pieces.overlapping(box).tolist():
+        low, lengths = _overlap(pieces, i, box)
+        view = out[_slices(low, lengths, box)]
+        start = _start(pieces, i, low)
+        strides = pieces.strides_bytes[i, 0].tolist()
+        _read_region(pool, int(pieces.file[i, 0]), start, strides, view, scratch)
+
+
+def write_tile(
+    pool: FilePool, pieces: Pieces, box: Box, tile: Tile, scratch: memoryview, on_write: OnWrite
+) -> None:
+    """Write the elements of ``tile`` (which is ``box``) to every piece that holds some of them."""
+    for j in pieces.overlapping(box).tolist():
+        low, lengths = _overlap(pieces, j, box)
+        view = tile[_slices(low, lengths, box)]
+        strides = pieces.strides_bytes[j, 0].tolist()
+        _write_region(
+            pool, int(pieces.file[j, 0]), _start(pieces, j, low), strides, view, scratch, on_write
+        )
+
+
+def _overlap(pieces: Pieces, i: int, box: Box) -> tuple[list[int], list[int]]:
+    """Return corner and lengths of what piece ``i`` shares with ``box``."""
+    offsets, lengths = pieces.offsets[i].tolist(), pieces.lengths[i].tolist()
+    low = [max(a, b) for a, b in zip(offsets, box.offsets, strict=True)]
+    stops = [min(a + n, s) for a, n, s in zip(offsets, lengths, box.stops, strict=True)]
+    return low, [s - a for a, s in zip(low, stops, strict=True)]
+
+
+def _slices(low: Sequence[int], lengths: Sequence[int], box: Box) -> tuple[slice, ...]:
+    rel = [a - b for a, b in zip(low, box.offsets, strict=True)]
+    return tuple(slice(a, a + n) for a, n in zip(rel, lengths, strict=True))
+
+
+def _start(pieces: Pieces, i: int, low: Sequence[int]) -> int:
+    """Return where the element at ``low`` lies in the file of piece ``i``."""
+    offsets, strides = pieces.offsets[i].tolist(), pieces.strides_bytes[i, 0].tolist()
+    shift = sum((a - b) * s for a, b, s in zip(low, offsets, strides, strict=True))
+    return int(pieces.start_bytes[i, 0]) + int(shift)
+
+
+def _is_run(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
+    """Say whether an array of these strides is one run of bytes."""
+    expected = itemsize
+    for stride, length in zip(reversed(strides), reversed(shape), strict=True):
+        if length > 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+def _bytes_of(array: Tile) -> memoryview:
+    """View a contiguous array as bytes."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _read_region(
+    pool: FilePool,
+    file: int,
+    start: int,
+    strides: Sequence[int],
+    out: Tile,
+    scratch: memoryview,
+) -> None:
+    """Read a strided region of a file into ``out``: in one run, as a span, or in halves."""
+    if not out.size:
+        return
+    if _is_run(strides, out.shape, out.itemsize):
+        if out.flags.c_contiguous:
+            pool.read_into(file, start, _bytes_of(out))
+        else:
+            buffer = scratch[: out.nbytes]
+            pool.read_into(file, start, buffer)
+            out[...] = np.frombuffer(buffer, dtype=out.dtype).reshape(out.shape)
+        return
+    span = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True)) + out.itemsize
+    if min(strides) >= 0 and span <= min(len(scratch), _SPAN_FACTOR * out.nbytes):
+        pool.read_into(file, start, scratch[:span])
+        out[...] = np.ndarray(
+            out.shape, dtype=out.dtype, buffer=scratch[:span], strides=tuple(strides)
+        )
+        return
+    dim = _cut_dim(out.shape)
+    half = out.shape[dim] // 2
+    first, second = _halves(out, dim, half)
+    _read_region(pool, file, start, strides, first, scratch)
+    _read_region(pool, file, start + half * strides[dim], strides, second, scratch)
+
+
+def _write_region(
+    pool: FilePool,
+    file: int,
+    start: int,
+    strides: Sequence[int],
+    tile: Tile,
+    scratch: memoryview,
+    on_write: OnWrite,
+) -> None:
+    """Write ``tile`` to a strided region of a file, in as few runs as there are."""
+    if not tile.size:
+        return
+    if _is_run(strides, tile.shape, tile.itemsize):
+        if not tile.flags.c_contiguous:
+            packed = np.frombuffer(scratch[: tile.nbytes], dtype=tile.dtype).reshape(tile.shape)
+            packed[...] = tile
+            tile = packed
+        data = _bytes_of(tile)
+        pool.write_at(file, start, data)
+        on_write(file, start, data)
+        return
+    if any(s < 0 for s in strides):
+        raise PlanError(f"{pool.path(file)}: strides must not be negative, got {list(strides)}")
+    dim = _cut_dim(tile.shape)
+    half = tile.shape[dim] // 2
+    first, second = _halves(tile, dim, half)
+    _write_region(pool, file, start, strides, first, scratch, on_write)
+    shifted = start + half * strides[dim]
+    _write_region(pool, file, shifted, strides, second, scratch, on_write)
+
+
+def _cut_dim(shape: Sequence[int]) -> int:
+    """Return the outermost dimension that can be halved."""
+    return next(d for d, n in enumerate(shape) if n > 1)
+
+
+def _halves(array: Tile, dim: int, half: int) -> tuple[Tile, Tile]:
+    """Cut an array in two views along ``dim``."""
+    before = (slice(None),) * dim
+    return array[(*before, slice(0, half))], array[(*before, slice(half, None))]

@@ -1,0 +1,1 @@
+"""The ``ckpttools`` command. It calls :mod:`ckpttools.api`, and holds no logic of its own."""
