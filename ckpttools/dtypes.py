@@ -50,6 +50,9 @@ _TABLE = (
     DType("int8", 1, "<i1", "I8", "CharStorage"),
     DType("uint8", 1, "<u1", "U8", "ByteStorage"),
     DType("uint16", 2, "<u2", "U16", "UntypedStorage"),
+    DType("uint32", 4, "<u4", "U32", "UntypedStorage"),
+    DType("uint64", 8, "<u8", "U64", "UntypedStorage"),
+    DType("complex64", 8, "<c8", "C64", "ComplexFloatStorage"),
     DType("bool", 1, "|b1", "BOOL", "BoolStorage"),
 )
 

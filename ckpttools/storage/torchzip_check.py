@@ -14,8 +14,9 @@ Hence a change of any single bit is found. Every torch since 1.6.0 writes this l
 differ in which records there are, in which order, which is read from the directory. Another
 writer (a zip tool) may fill the constant header fields otherwise. Its constants are taken as
 meant if all records have the same ones and they are not torch's: damage to one record cannot
-look like that. Then step 2 is replaced by what two places state: local header, directory entry and data descriptor must agree,
-and records must follow each other without a gap. `TorchCheck.exact` tells which it was.
+look like that. Then step 2 is replaced by what two places state: local header, directory entry
+and data descriptor must agree, and records must follow each other without a gap.
+`TorchCheck.exact` tells which it was.
 """
 
 from __future__ import annotations

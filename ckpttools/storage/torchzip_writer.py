@@ -83,12 +83,7 @@ def lay_out_torch_file(prefix: str, tree: object) -> TorchDraft:
     Raises:
         FormatError: the tree or the prefix cannot be written.
     """
-    if (
-        not prefix
-        or any(mark in "/\\" or ord(mark) < 32 for mark in prefix)
-        or prefix in (".", "..")
-    ):
-        raise FormatError(f"archive: top folder must be one plain name, got {prefix!r}")
+    _check_prefix(prefix)
     keys: dict[int, str] = {}
     storages: list[StorageRef] = []
 
@@ -101,12 +96,7 @@ def lay_out_torch_file(prefix: str, tree: object) -> TorchDraft:
         return ("storage", obj.torch_class, keys[id(obj)], obj.location, obj.numel)
 
     pickled = inert.dumps(tree, persistent_id=persistent_id, where=prefix)
-    for storage in storages:
-        if storage.payload is not None and len(storage.payload) != storage.length_bytes:
-            raise FormatError(
-                f"{prefix}: payload of storage {keys[id(storage)]} must have "
-                f"{storage.length_bytes} bytes, got {len(storage.payload)}"
-            )
+    _check_payloads(prefix, storages)
     small = (
         ("data.pkl", pickled),
         (".format_version", b"1"),
@@ -129,6 +119,21 @@ def lay_out_torch_file(prefix: str, tree: object) -> TorchDraft:
         if storage.payload is None and storage.numel
     )
     return TorchDraft(draft.size, draft.pieces, open_storages, draft.records)
+
+
+def _check_prefix(prefix: str) -> None:
+    odd = not prefix or prefix in (".", "..")
+    if odd or any(mark in "/\\" or ord(mark) < 32 for mark in prefix):
+        raise FormatError(f"archive: top folder must be one plain name, got {prefix!r}")
+
+
+def _check_payloads(prefix: str, storages: Sequence[StorageRef]) -> None:
+    for key, storage in enumerate(storages):
+        if storage.payload is not None and len(storage.payload) != storage.length_bytes:
+            raise FormatError(
+                f"{prefix}: payload of storage {key} must have {storage.length_bytes} bytes, got "
+                f"{len(storage.payload)}"
+            )
 
 
 def lay_out_records(
