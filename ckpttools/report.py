@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+INTERPRETER_BYTES = 100_000_000
+"""What Python, numpy and the structure of a checkpoint take beside the buffers, about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """The outcome of a conversion. Counts are of tensors and bytes; ``seconds`` is wall time.
 
-    ``proof`` holds a line for each check that passed, ``skipped`` one for each that was left out
-    on request, ``findings`` what the reader of the report should know.
+    ``plan`` describes the work, ``proof`` holds a line for each check that passed, ``skipped``
+    one for each that was left out on request, ``carried`` and ``lost`` what of the source's other
+    state went along and what didn't, ``findings`` what the reader of the report should know.
     """
 
     source: str
@@ -37,12 +44,17 @@ class Report:
     lost: tuple[str, ...] = ()
     findings: tuple[str, ...] = field(default=())
 
+    @property
+    def memory_bytes(self) -> int:
+        """Predicted peak of memory: the buffers and the interpreter."""
+        return self.buffer_bytes + INTERPRETER_BYTES
+
     def to_json(self) -> dict[str, object]:
         """Return the report as plain data."""
-        return asdict(self)
+        return {**asdict(self), "memory_bytes": self.memory_bytes}
 
-    def lines(self) -> list[str]:
-        """Return the report as text."""
+    def lines(self, *, verbose: bool = False) -> list[str]:
+        """Return the report as text; ``verbose`` tells more of what was carried."""
         done = "would write" if self.dry_run else "wrote"
         route = (
             f"{self.src_format} {topology_text(self.src_topology)} -> "
@@ -50,18 +62,38 @@ class Report:
         )
         what = f"{self.tensors} tensors, {size_text(self.state_bytes)} of state"
         lines = [
-            route.rstrip(),
+            " ".join(route.split()),
             f"{done} {self.destination}: {what} in {self.files} files",
             *self.plan,
         ]
+        if self.dry_run:
+            lines += self._needs()
         lines += [f"proven: {line}" for line in self.proof]
         lines += [f"not checked: {line}" for line in self.skipped]
-        lines += [f"carried: {line}" for line in self.carried]
+        if verbose:
+            lines += [f"carried: {line}" for line in self.carried]
+        elif self.carried:
+            lines.append(f"carried: {', '.join(map(_subject, self.carried))}")
         lines += [f"NOT carried: {line}" for line in self.lost]
         lines += [f"note: {line}" for line in self.findings]
-        if not self.dry_run:
-            lines.append(f"done in {self.seconds:.2f} s")
+        lines.append("nothing was written" if self.dry_run else f"done in {self.seconds:.2f} s")
         return lines
+
+    def _needs(self) -> list[str]:
+        """Say what a run would take of memory and what the disk has."""
+        free = free_bytes(self.destination)
+        return [
+            f"memory: about {size_text(self.memory_bytes)} with all buffers in use",
+            f"disk: {size_text(free)} free at the destination",
+        ]
+
+
+def free_bytes(place: str) -> int:
+    """Return the free bytes of the file system on which ``place`` is, or would be."""
+    path = Path(os.path.abspath(place))
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
 
 
 def topology_text(topology: Mapping[str, int]) -> str:
@@ -80,12 +112,23 @@ def topology_text(topology: Mapping[str, int]) -> str:
 def size_text(size_bytes: int) -> str:
     """Write a size in bytes with a decimal unit.
 
-    >>> size_text(999), size_text(1_500_000)
-    ('999 B', '1.50 MB')
+    >>> size_text(999), size_text(1_520_000), size_text(999_960)
+    ('999 bytes', '1.5 MB', '1.0 MB')
     """
-    value, unit = float(size_bytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
+    if size_bytes < 1000:
+        return f"{size_bytes} bytes"
+    value = size_bytes / 1000
+    for unit in ("kB", "MB", "GB"):
+        if value < 999.95:  # what is rounded up to 1000 has the next unit
+            return f"{value:.1f} {unit}"
         value /= 1000
-    return f"{size_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
+    return f"{value:.1f} TB"
+
+
+def _subject(line: str) -> str:
+    """Return what a line is about.
+
+    >>> _subject("args, with the sizes of the new topology"), _subject("optimizer: its groups")
+    ('args', 'optimizer')
+    """
+    return line.split(",", 1)[0].split(":", 1)[0]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckpttools import api
-from ckpttools.cli.options import (
-    json_option,
-    read_options_of,
-    reading_options,
-    resource_options,
-    resources_of,
-)
+from ckpttools.cli.options import json_option, reading_options, resource_options
 from ckpttools.cli.output import print_json, print_lines, progress
 
 
@@ -20,33 +16,19 @@ from ckpttools.cli.output import print_json, print_lines, progress
 @reading_options
 @resource_options
 @json_option
-def digest(
-    src: str,
-    format_: str | None,
-    layout: str | None,
-    rules_path: str | None,
-    vocab_size: int | None,
-    memory: int,
-    workers: int | None,
-    *,
-    as_json: bool,
-) -> None:
-    r"""Print a digest of the content that no layout or format changes, for it and each tensor.
+def digest(src: str, *, as_json: bool, **how: Any) -> None:
+    """Print a digest of the content that no layout or format changes, for it and each tensor.
+
+    A line for each tensor: name, slot, dtype, shape, CRC-32C; then the SHA-256 over these lines.
 
     \b
     Example:
         ckpttools digest run7
-    """
+    """  # noqa: D301  # \b is click's mark for lines to keep
     with progress() as stage:
-        whole, tensors = api.digest(
-            src,
-            format=format_,
-            options=read_options_of(layout, rules_path, vocab_size),
-            resources=resources_of(memory, workers),
-            stage=stage,
-        )
+        whole, tensors = api.digest(src, stage=stage, **how)
+    lines = sorted(tensor.line() for tensor in tensors)
     if as_json:
-        lines = [tensor.line() for tensor in tensors]
-        print_json({"sha256": whole, "tensors": sorted(lines)})
+        print_json({"sha256": whole, "tensors": lines})
     else:
-        print_lines([*sorted(tensor.line() for tensor in tensors), whole])
+        print_lines([*lines, whole])

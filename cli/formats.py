@@ -12,12 +12,12 @@ from ckpttools.cli.output import print_json, print_lines
 @click.command()
 @json_option
 def formats(*, as_json: bool) -> None:
-    r"""List the formats that can be read and written.
+    """List the formats that can be read and written.
 
     \b
     Example:
         ckpttools formats
-    """
+    """  # noqa: D301  # \b is click's mark for lines to keep
     table = api.formats_table()
     if as_json:
         print_json(table)

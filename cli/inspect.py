@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import click
 
 from ckpttools import api
-from ckpttools.cli.options import json_option, read_options_of, reading_options
-from ckpttools.cli.output import print_json, print_lines
+from ckpttools.cli.options import json_option, reading_options
+from ckpttools.cli.output import print_json, print_lines, size, table
 
 
 @click.command()
@@ -16,24 +17,14 @@ from ckpttools.cli.output import print_json, print_lines
 @reading_options
 @json_option
 @click.option("-v", "--verbose", is_flag=True, help="List every tensor.")
-def inspect(
-    src: str,
-    format_: str | None,
-    layout: str | None,
-    rules_path: str | None,
-    vocab_size: int | None,
-    *,
-    as_json: bool,
-    verbose: bool,
-) -> None:
-    r"""Describe a checkpoint from its structure; no tensor is read and none of its code runs.
+def inspect(src: str, *, as_json: bool, verbose: bool, **how: Any) -> None:
+    """Describe a checkpoint from its structure; no tensor is read and none of its code runs.
 
     \b
     Example:
-        ckpttools inspect checkpoints/run7 --json
-    """
-    options = read_options_of(layout, rules_path, vocab_size)
-    document = api.inspect(src, format=format_, options=options)
+        ckpttools inspect run7 --json
+    """  # noqa: D301  # \b is click's mark for lines to keep
+    document = api.inspect(src, **how)
     if as_json:
         print_json(document)
     else:
@@ -41,23 +32,44 @@ def inspect(
 
 
 def _lines(document: dict[str, Any], *, verbose: bool) -> list[str]:
-    """Return the description as text."""
-    topology = " ".join(f"{k.upper()}{v}" for k, v in (document["topology"] or {}).items())
-    size = sum(file["size_bytes"] for file in document["files"])
-    lines = [
-        f"format:    {document['format']}",
-        f"topology:  {topology or 'none (whole tensors)'}",
-        f"layout:    {', '.join(document['layouts'])}; buckets {document['buckets'] or 'none'}",
-        f"iteration: {document['iteration']}, optimizer step: {document['step']}",
-        f"files:     {len(document['files'])}, {size} bytes",
+    """Return the description as text: the run, the slots and, if asked for, every tensor."""
+    sizes: dict[str, int] = document["topology"] or {}
+    topology = " ".join(f"{name.upper()}{n}" for name, n in sizes.items())
+    step = "" if document["step"] is None else f", optimizer step {document['step']:g}"
+    files = document["files"]
+    facts = [
+        ("format", document["format"]),
+        ("topology", f"{topology} ({prod(sizes.values())} ranks)" if sizes else "none"),
+        ("layout", " or ".join(document["layouts"])),
+        ("buckets", document["buckets"] or "none"),
+        ("iteration", f"{document['iteration']}{step}"),
+        ("files", f"{len(files)}, {size(sum(f['size_bytes'] for f in files))}"),
     ]
-    for slot, numbers in document["slots"].items():
-        lines.append(f"{slot + ':':<11}{numbers['tensors']} tensors, {numbers['bytes']} bytes")
-    if verbose:
-        for tensor in document["tensors"]:
-            padding = f" +{tensor['padding_rows']} padding rows" if tensor["padding_rows"] else ""
-            lines.append(
-                f"  {tensor['name']} {tensor['slot']} {tensor['dtype']} {tensor['shape']}{padding} "
-                f"in {tensor['chunks']} chunks"
-            )
-    return [*lines, *(f"note: {note}" for note in document["notes"])]
+    return [
+        *table(facts),
+        "",
+        *table(_slots(document), right=(2, 3)),
+        *(["", *table(_tensors(document), right=(4,))] if verbose else []),
+        *(f"note: {note}" for note in document["notes"]),
+    ]
+
+
+def _slots(document: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return a row for each slot, and one for all."""
+    rows = [("slot", "dtype", "tensors", "size")]
+    slots = document["slots"]
+    for slot, numbers in slots.items():
+        dtypes = sorted({t["dtype"] for t in document["tensors"] if t["slot"] == slot})
+        rows.append((slot, ", ".join(dtypes), str(numbers["tensors"]), size(numbers["bytes"])))
+    count, total = (sum(n[key] for n in slots.values()) for key in ("tensors", "bytes"))
+    return [*rows, ("all", "", str(count), size(total))]
+
+
+def _tensors(document: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """Return a row for each tensor."""
+    rows = [("tensor", "slot", "dtype", "shape", "chunks")]
+    for t in document["tensors"]:
+        shape = " x ".join(map(str, t["shape"])) or "scalar"
+        padding = f" + {t['padding_rows']} rows of padding" if t["padding_rows"] else ""
+        rows.append((t["name"], t["slot"], t["dtype"], shape + padding, str(t["chunks"])))
+    return rows

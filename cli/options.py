@@ -1,16 +1,21 @@
-"""Options that several commands share."""
+"""Options that several commands share.
+
+Each decorator adds options to a command and hands them over as the api's own arguments, so that a
+command passes them on without looking at them.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any
 
 import click
 
 from ckpttools.api import ReadOptions, Resources
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Command = Callable[..., Any]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -36,38 +41,84 @@ class Size(click.ParamType[int]):
 
 
 def reading_options(command: Command) -> Command:
-    """Add what a user may have to tell a reader."""
-    for option in (
-        click.option(
-            "--layout", metavar="NAME", help="The layout variant, where files fit several."
-        ),
-        click.option(
-            "--rules",
-            "rules_path",
-            metavar="FILE",
-            help="Sharding rules (TOML) of the model family.",
-        ),
-        click.option(
-            "--vocab-size", type=click.IntRange(min=1), help="The true number of vocabulary rows."
-        ),
+    """Add what a user may have to tell a reader; hand over ``format`` and ``options``."""
+
+    @wraps(command)
+    def call(*args: object, **given: Any) -> object:
+        options = ReadOptions(
+            layout=given.pop("layout"),
+            rules_path=given.pop("rules_path"),
+            vocab_size=given.pop("vocab_size"),
+            accept_loss=frozenset(given.pop("accept_loss")),
+        )
+        return command(*args, format=given.pop("format_"), options=options, **given)
+
+    return _with(
+        call,
         click.option("--format", "format_", metavar="FORMAT", help="The source's format."),
-    ):
-        command = option(command)
-    return command
+        click.option("--vocab-size", type=click.IntRange(min=1), help="True vocabulary rows."),
+        click.option("--rules", "rules_path", metavar="FILE", help="Sharding rules (TOML)."),
+        click.option("--layout", metavar="NAME", help="The layout variant, where several fit."),
+        click.option(
+            "--accept-loss",
+            type=click.Choice(["optimizer"]),
+            multiple=True,
+            help="Go on without what the source should have and lacks.",
+        ),
+    )
 
 
 def resource_options(command: Command) -> Command:
-    """Add the memory budget and the number of workers."""
-    for option in (
-        click.option(
-            "--workers", type=click.IntRange(min=1), help="Threads that copy (default: up to 4)."
-        ),
+    """Add the memory budget and the number of workers; hand over ``resources``."""
+
+    @wraps(command)
+    def call(*args: object, memory: int, workers: int | None, **given: Any) -> object:
+        number = {} if workers is None else {"workers": workers}
+        return command(*args, resources=Resources(budget_bytes=memory, **number), **given)
+
+    return _with(
+        call,
         click.option(
             "--memory", type=Size(), default="1GiB", show_default=True, help="Budget for buffers."
         ),
-    ):
-        command = option(command)
-    return command
+        click.option(
+            "--workers", type=click.IntRange(min=1), help="Threads that copy (default: up to 4)."
+        ),
+    )
+
+
+def cross_check_option(command: Command) -> Command:
+    """Add ``--no-cross-check``; hand over ``cross_check``."""
+
+    @wraps(command)
+    def call(*args: object, no_cross_check: bool, **given: Any) -> object:
+        return command(*args, cross_check=not no_cross_check, **given)
+
+    return _with(
+        call,
+        click.option(
+            "--no-cross-check", is_flag=True, help="Don't hold weights against their masters."
+        ),
+    )
+
+
+def conversion_options(command: Command) -> Command:
+    """Add all that reading, copying and publishing a checkpoint take, and how to report it."""
+    return reading_options(
+        resource_options(
+            cross_check_option(
+                _with(
+                    command,
+                    click.option("--dry-run", is_flag=True, help="Plan only; write nothing."),
+                    click.option("--overwrite", is_flag=True, help="Replace DST, atomically."),
+                    json_option,
+                    click.option(
+                        "-v", "--verbose", is_flag=True, help="Tell more of what was carried."
+                    ),
+                )
+            )
+        )
+    )
 
 
 def json_option(command: Command) -> Command:
@@ -75,23 +126,8 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")(command)
 
 
-def resources_of(memory: int, workers: int | None) -> Resources:
-    """Return the resources that the options name."""
-    if workers is None:
-        return Resources(budget_bytes=memory)
-    return Resources(budget_bytes=memory, workers=workers)
-
-
-def read_options_of(
-    layout: str | None,
-    rules_path: str | None,
-    vocab_size: int | None,
-    accept_loss: tuple[str, ...] = (),
-) -> ReadOptions:
-    """Return the facts that the options tell a reader."""
-    return ReadOptions(
-        layout=layout,
-        rules_path=rules_path,
-        vocab_size=vocab_size,
-        accept_loss=frozenset(accept_loss),
-    )
+def _with(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """Add options so that the help lists them in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command

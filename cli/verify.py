@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import click
 
 from ckpttools import api
 from ckpttools.cli.options import (
+    cross_check_option,
     json_option,
-    read_options_of,
     reading_options,
     resource_options,
-    resources_of,
 )
 from ckpttools.cli.output import print_json, print_lines, progress
 
@@ -28,43 +28,29 @@ from ckpttools.cli.output import print_json, print_lines, progress
 )
 @reading_options
 @resource_options
-@click.option("--no-cross-check", is_flag=True, help="Don't hold weights against their masters.")
+@cross_check_option
 @json_option
 @click.pass_context
 def verify(
     ctx: click.Context,
+    /,
     src: str,
     against: str | None,
     require: tuple[str, ...],
-    format_: str | None,
-    layout: str | None,
-    rules_path: str | None,
-    vocab_size: int | None,
-    memory: int,
-    workers: int | None,
     *,
-    no_cross_check: bool,
     as_json: bool,
+    **how: Any,
 ) -> None:
-    r"""Check a checkpoint for damage, and that its content equals another's.
+    """Check a checkpoint for damage, and that its content equals another's.
 
     Exits 0 if all is well, 3 on damage or a difference, 4 if something could not be checked.
 
     \b
     Example:
         ckpttools verify run7-tp1 --against run7
-    """
+    """  # noqa: D301  # \b is click's mark for lines to keep
     with progress() as stage:
-        result = api.verify(
-            src,
-            against=against,
-            require=frozenset(require),
-            format=format_,
-            options=read_options_of(layout, rules_path, vocab_size),
-            resources=resources_of(memory, workers),
-            cross_check=not no_cross_check,
-            stage=stage,
-        )
+        result = api.verify(src, against=against, require=frozenset(require), stage=stage, **how)
     if as_json:
         print_json({"ok": result.ok, **asdict(result)})
     else:
@@ -77,7 +63,9 @@ def verify(
 
 def _lines(result: api.Verification) -> list[str]:
     """Return the result as text."""
-    verdict = "ok" if result.ok and not result.unchecked else "NOT OK"
+    verdict = "ok" if result.ok else "NOT OK"
+    if result.ok and result.unchecked:
+        verdict = "nothing wrong was found, but not all could be checked"
     return [
         *(f"damaged: {line}" for line in result.damage),
         *(f"differs: {line}" for line in result.differences),

@@ -1,0 +1,276 @@
+"""What the documentation says is so: it names everything, its examples run, its links lead on.
+
+A page is run from top to bottom in a directory of its own that holds a copy of ``fixtures``. In
+a ``console`` block each line that starts with ``$ `` is run, and the lines below it must be what
+it prints: stdout, and of stderr the errors and hints. In a ``python`` block lines with ``>>>``
+are a doctest. ``...`` stands for any text; times, free space and what depends on the number of
+cores are not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+
+import ckpttools
+from ckpttools import testing
+from ckpttools.cli.main import COMMANDS, cli, main
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+RUN = [
+    page for page in PAGES if re.search(r"^```(console|python)$", page.read_text(), re.MULTILINE)
+]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_COMPARED = [
+    (re.compile(r"\d+\.\d+ s\b"), "N s"),
+    (re.compile(r"[\d.]+ [kMGTP]?B free"), "N free"),
+    (re.compile(r"\d+ workers? with [\d.]+ MB"), "N workers"),
+    (re.compile(r"memory: about [\d.]+ MB"), "memory: about N"),
+]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# --- running a page -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command of a ``console`` block and what should come of it."""
+
+    line: int
+    command: str
+    expected: str
+
+
+def blocks(text: str, language: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each block of a language."""
+    for match in BLOCK.finditer(text):
+        if match[1] == language:
+            yield text.count("\n", 0, match.start()) + 2, match[2]
+
+
+def steps(line: int, block: str) -> Iterator[Step]:
+    """Yield the commands of a ``console`` block."""
+    for match in re.finditer(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+        yield Step(line + block.count("\n", 0, match.start()), match[1], match[2])
+
+
+class Shell:
+    """Runs commands as a terminal would; ``ckpttools`` in this process, the rest in bash."""
+
+    def __init__(self) -> None:
+        self.code = 0
+
+    def run(self, command: str) -> str:
+        """Return what a command prints: stdout, and the errors and hints of stderr."""
+        if command == "echo $?":
+            return f"{self.code}\n"
+        words = shlex.split(command)
+        if words[0] == "ckpttools" and not {"|", ">"} & set(words):
+            return self._ckpttools(words)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ("/bin/bash", "-c", command),
+            env={**os.environ, "PATH": path},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        self.code = done.returncode
+        return done.stdout + (_shown(done.stderr) if "ckpttools" in words else done.stderr)
+
+    def _ckpttools(self, words: list[str]) -> str:
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            patch.setattr(sys, "argv", words)
+            try:
+                main()
+            except SystemExit as stop:
+                self.code = int(str(stop.code))
+        return out.getvalue() + _shown(err.getvalue())
+
+
+def _shown(err: str) -> str:
+    """Return the errors and hints of a stderr."""
+    lines = err.splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith(("error: ", "hint: ")))
+
+
+def normal(text: str) -> str:
+    """Return the text without what may differ from run to run, and with relative paths."""
+    text = text.replace(f"{Path.cwd()}/", "")
+    for pattern, instead in NOT_COMPARED:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def as_expected(expected: str, got: str) -> bool:
+    return doctest.OutputChecker().check_output(normal(expected), normal(got), doctest.ELLIPSIS)
+
+
+def run_console(text: str) -> list[str]:
+    """Run the ``console`` blocks of a page; return a description of each difference."""
+    shell, wrong = Shell(), []
+    for line, block in blocks(text, "console"):
+        for step in steps(line, block):
+            got = shell.run(step.command)
+            if not as_expected(step.expected, got):
+                wrong.append(f"line {step.line}: $ {step.command}\n{got}")
+    return wrong
+
+
+def run_python(text: str, name: str) -> str:
+    """Run the ``python`` blocks of a page in one namespace; return what doctest complains of."""
+    said = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+    names: dict[str, object] = {}
+    for line, block in blocks(text, "python"):
+        if ">>>" in block:
+            test = doctest.DocTestParser().get_doctest(block, names, name, name, line - 1)
+            runner.run(test, out=said.write, clear_globs=False)
+            names = test.globs
+        else:
+            exec(compile(block, name, "exec"), names)  # noqa: S102  # examples are for running
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("page", RUN, ids=page_id)
+def test_the_examples_of_a_page_do_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "fixtures" / "megatron", tmp_path / "fixtures" / "megatron")
+    monkeypatch.chdir(tmp_path)
+    assert "\n".join(run_console(page.read_text())) == ""
+    assert run_python(page.read_text(), page.name) == ""
+
+
+def test_the_runner_sees_a_wrong_output_a_wrong_code_and_a_wrong_value() -> None:
+    page = "```console\n$ echo one\ntwo\n$ false\n$ echo $?\n0\n$ echo three\nthree\n```\n"
+    assert [text.splitlines()[0] for text in run_console(page)] == [
+        "line 2: $ echo one",
+        "line 5: $ echo $?",
+    ]
+    assert "Expected:\n    3\nGot:\n    2" in run_python("```python\n>>> 1 + 1\n3\n```\n", "page")
+    assert run_python("```python\nx = 2\n```\n\n```python\n>>> x\n2\n```\n", "page") == ""
+
+
+def test_the_runner_compares_all_but_times_and_what_the_machine_decides() -> None:
+    assert as_expected("done in 0.10 s\n", "done in 31.00 s\n")
+    assert as_expected("a ... z\n", "a b c z\n")
+    assert not as_expected("15 tensors\n", "16 tensors\n")
+    assert not as_expected("", "16 tensors\n")
+
+
+# --- completeness ---------------------------------------------------------------------
+
+
+def section(page: str, heading: str) -> str:
+    """Return the text below a heading of the second level."""
+    match = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert match is not None, f"no section {heading!r}"
+    return match[1]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_and_each_of_its_options_has_help_and_stands_in_the_docs(name: str) -> None:
+    page = (DOCS / "cli.md").read_text()
+    text = section(page, f"ckpttools {name}")
+    shared = section(page, "Options that several commands share")
+    with click.Context(cli) as ctx:
+        command = cli.get_command(ctx, name)
+    assert command is not None
+    assert command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+            for option in parameter.opts:
+                assert re.search(rf"`{option}[ `]", text + shared), f"{name} {option}"
+    assert f"$ ckpttools {name}" in text
+    documented = set(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
+    assert documented <= {o for p in command.params for o in p.opts}
+
+
+def test_every_public_name_stands_in_the_docs_and_no_other_does() -> None:
+    page = (DOCS / "api.md").read_text()
+    headings = re.findall(r"^### `([a-zA-Z_]+)", page, re.MULTILINE)
+    assert sorted(headings) == sorted([*ckpttools.__all__, *testing.__all__])
+
+
+def test_every_format_has_a_page() -> None:
+    pages = {page: page.read_text() for page in (DOCS / "formats").glob("*.md")}
+    named = {
+        name: [p for p, text in pages.items() if f"Format name: `{name}`" in text]
+        for name in ckpttools.format_names()
+    }
+    assert all(len(found) == 1 for found in named.values()), named
+    assert sum(map(len, named.values())) == len(pages)
+
+
+def test_the_changelog_and_the_package_have_the_version_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert ckpttools.__version__ == project["version"]
+    assert f"\n## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def messages() -> str:
+    """Return the package's source with literals joined and each value in a message as …."""
+    text = "\n".join(path.read_text() for path in sorted(ROOT.glob("ckpttools/**/*.py")))
+    return re.sub(r"\{[^{}]*\}", "…", re.sub(r'"\s*\n\s*f?"', "", text))
+
+
+def test_every_refusal_that_the_how_to_explains_is_one_of_the_package() -> None:
+    table = section((DOCS / "how-to.md").read_text(), "What to do on each refusal")
+    explained = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    assert len(explained) > 15
+    source = messages()
+    assert [text for text in explained if text not in source] == []
+
+
+# --- links ----------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text())):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), target
+        assert not anchor or anchor in anchors(place), target
+        assert DOCS not in page.parents or DOCS in place.parents, f"{target} leaves the site"
+
+
+def test_every_page_of_the_site_is_in_its_navigation_and_the_other_way_round() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    listed = re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
