@@ -28,6 +28,9 @@ WEIGHT = "weight"
 MASTER = "fp32_param"
 """The slot of the optimizer's own fp32 copy of a weight."""
 
+IDENTITY = "identity"
+"""The codec of a chunk whose one part holds the elements themselves, in the tensor's dtype."""
+
 Region = Box | FlatRange
 
 
@@ -99,6 +102,10 @@ class Part:
     dtype: DType
     strides: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        if self.strides is not None and min(self.strides, default=0) < 0:
+            raise LayoutError(f"Part: strides must be at least 0, got {self.strides}")
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -112,8 +119,30 @@ class Chunk:
     tensor: int
     region: Region
     parts: tuple[Part, ...]
-    codec: str = "identity"
+    codec: str = IDENTITY
     replica_id: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise LayoutError(f"Chunk: {self.region} must have at least one part, got none")
+        if self.codec == IDENTITY and len(self.parts) != 1:
+            raise LayoutError(
+                f"Chunk: {self.region} must have one part under the codec {IDENTITY}, got "
+                f"{len(self.parts)}"
+            )
+        for part in self.parts:
+            if part.strides is None:
+                continue
+            if isinstance(self.region, FlatRange):
+                raise LayoutError(
+                    f"Chunk: a flat range must be dense, got strides {part.strides} for "
+                    f"{self.region}"
+                )
+            if len(part.strides) != self.region.ndim:
+                raise LayoutError(
+                    f"Chunk: {self.region} must have a stride for each dimension, got "
+                    f"{part.strides}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +204,29 @@ class Manifest:
         return sum(spec.size_bytes for spec in self.tensors)
 
     def _check_chunk(self, chunk: Chunk) -> None:
+        if not 0 <= chunk.tensor < len(self.tensors):
+            raise LayoutError(
+                f"{self.root}: a chunk must be of one of {len(self.tensors)} tensors, got "
+                f"{chunk.tensor}"
+            )
         spec = self.tensors[chunk.tensor]
         region = chunk.region
         whole = Box.whole(spec.stored_shape)
         outer = region if isinstance(region, Box) else region.within
-        if not whole.covers(outer):
+        if outer.ndim != whole.ndim or not whole.covers(outer):
             raise LayoutError(f"{spec}: a chunk must lie inside {whole}, got {outer}")
         for part in chunk.parts:
+            if not 0 <= part.extent.file < len(self.files):
+                raise LayoutError(
+                    f"{spec}: an extent must lie in one of {len(self.files)} files, got "
+                    f"{part.extent.file}"
+                )
             extent, file = part.extent, self.files[part.extent.file]
+            if chunk.codec == IDENTITY and part.dtype != spec.dtype:
+                raise LayoutError(
+                    f"{file.path}: {spec}: must be stored as {spec.dtype} under the codec "
+                    f"{IDENTITY}, got {part.dtype}"
+                )
             need = part_bytes(region, part)
             if extent.length != need:
                 raise LayoutError(

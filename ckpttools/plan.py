@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from ckpttools.manifest import Chunk, Manifest, TensorSpec, boxes_of
 Ints = npt.NDArray[np.int64]
 
 _PAIRS_AT_ONCE = 1 << 20
-"""How many (source, destination) pairs are intersected in one numpy step: bounds the memory."""
+"""How many candidate pairs are intersected in one numpy step: bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +187,7 @@ def make_plan(src: Manifest, dst: Manifest, *, left_out: Collection[tuple[str, s
         if key not in src_index:
             raise PlanError(f"{key[0]} ({key[1]}): must have a source, got none")
         i = src_index[key]
+        _check_kept(src.tensors[i], dst.tensors[j], (*src_chunks[i], *dst_chunks[j]))
         primaries = [c for c in src_chunks[i] if c.replica_id == 0]
         plans.append(
             _plan_tensor(
@@ -198,15 +200,23 @@ def make_plan(src: Manifest, dst: Manifest, *, left_out: Collection[tuple[str, s
     return Plan(src, dst, tuple(plans), tuple(k for k in src_index if k not in dst_index))
 
 
-def _plan_tensor(
-    src_spec: TensorSpec, dst_spec: TensorSpec, src: Pieces, dst: Pieces
-) -> TensorPlan:
-    """Plan one tensor and prove that each of its destination pieces is filled exactly once."""
+def _check_kept(src_spec: TensorSpec, dst_spec: TensorSpec, chunks: Collection[Chunk]) -> None:
+    """Check that both sides are one tensor, stored in one way: copies don't convert."""
     if (src_spec.dtype, src_spec.shape) != (dst_spec.dtype, dst_spec.shape):
         raise PlanError(
             f"{dst_spec}: must keep dtype and shape, got {src_spec.dtype} {src_spec.shape} to "
             f"{dst_spec.dtype} {dst_spec.shape}"
         )
+    kinds = dict.fromkeys((c.codec, *(part.dtype.name for part in c.parts)) for c in chunks)
+    if len(kinds) > 1:
+        texts = [" ".join(kind) for kind in kinds]
+        raise PlanError(f"{dst_spec}: must be stored in one way, got {' and '.join(texts)}")
+
+
+def _plan_tensor(
+    src_spec: TensorSpec, dst_spec: TensorSpec, src: Pieces, dst: Pieces
+) -> TensorPlan:
+    """Plan one tensor and prove that each of its destination pieces is filled exactly once."""
     pairs, counts = _intersect(src, dst)
     stored_rows = src_spec.stored_shape[0] if src_spec.shape else 0
     for j in range(len(dst)):
@@ -224,29 +234,63 @@ def _plan_tensor(
 
 def _intersect(src: Pieces, dst: Pieces) -> tuple[Ints, Ints]:
     """Return the overlapping (source, destination) pairs and how many elements reach each dst."""
-    found: list[Ints] = []
-    counts = np.zeros(len(dst), dtype=np.int64)
-    step = max(1, _PAIRS_AT_ONCE // max(1, len(src)))
-    for first in range(0, len(dst), step):
-        rows = slice(first, first + step)
-        low = np.maximum(src.offsets[:, None, :], dst.offsets[None, rows, :])
-        high = np.minimum(
-            (src.offsets + src.lengths)[:, None, :],
-            (dst.offsets + dst.lengths)[None, rows, :],
-        )
-        lengths = np.maximum(high - low, 0)
-        numel = lengths.prod(axis=2)  # 0-d boxes: the empty product, 1
-        counts[rows] = numel.sum(axis=0)
-        i, j = np.nonzero(numel)
-        found.append(np.stack([i, j + first], axis=1))
-    pairs = np.concatenate(found) if found else np.zeros((0, 2), dtype=np.int64)
-    return pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))], counts
+    order, first, counts = _candidates(src, dst)
+    found: list[Ints] = [np.zeros((0, 2), dtype=np.int64)]
+    filled = np.zeros(len(dst), dtype=np.int64)
+    ends = np.cumsum(counts)
+    start = 0
+    while start < len(dst):
+        done = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, done + _PAIRS_AT_ONCE, "right")))
+        mine = counts[start:stop]
+        j = np.repeat(np.arange(start, stop), mine)
+        place = np.arange(len(j)) - np.repeat(np.cumsum(mine) - mine - first[start:stop], mine)
+        i = order[place]
+        low = np.maximum(src.offsets[i], dst.offsets[j])
+        high = np.minimum(src.offsets[i] + src.lengths[i], dst.offsets[j] + dst.lengths[j])
+        numel = np.maximum(high - low, 0).prod(axis=1)  # 0-d boxes: the empty product, 1
+        np.add.at(filled, j, numel)
+        found.append(np.stack([i, j], axis=1)[numel > 0])
+        start = stop
+    pairs = np.concatenate(found)
+    return pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))], filled
+
+
+def _candidates(src: Pieces, dst: Pieces) -> tuple[Ints, Ints, Ints]:
+    """Return an order of the sources, and which run of it may overlap each destination.
+
+    The run is (first, count) per destination: along one dimension, the one that leaves the fewest
+    candidates, sources are sorted by their starts, and stops are made ascending by their running
+    maximum, so both ends of the run are found by bisection.
+    """
+    order = np.arange(len(src))
+    first = np.zeros(len(dst), dtype=np.int64)
+    counts = np.full(len(dst), len(src), dtype=np.int64)
+    for dim in range(src.offsets.shape[1]):
+        by_start = np.argsort(src.offsets[:, dim], kind="stable")
+        starts = src.offsets[by_start, dim]
+        stops = np.maximum.accumulate(starts + src.lengths[by_start, dim])
+        low = np.searchsorted(stops, dst.offsets[:, dim], "right")
+        high = np.searchsorted(starts, dst.offsets[:, dim] + dst.lengths[:, dim], "left")
+        width = np.maximum(high - low, 0)
+        if width.sum() < counts.sum():
+            order, first, counts = by_start, low, width
+    return order, first, counts
 
 
 def pieces(chunks: Collection[Chunk], *, ndim: int) -> Pieces:
-    """Turn chunks of one tensor into columns, cutting flat ranges into boxes."""
+    """Turn chunks of one tensor into columns, cutting flat ranges into boxes.
+
+    Raises:
+        PlanError: chunks differ in their parts.
+    """
     rows = [row for chunk in chunks for row in _piece_rows(chunk)]
     itemsizes = rows[0][4] if rows else ()
+    if odd := [row for row in rows if row[4] != itemsizes]:
+        raise PlanError(
+            f"{odd[0][0]}: the chunks of a tensor must have the same parts, got elements of "
+            f"{odd[0][4]} and {itemsizes} bytes"
+        )
     n, p = len(rows), len(itemsizes)
     return Pieces(
         offsets=np.array([r[0].offsets for r in rows], dtype=np.int64).reshape(n, ndim),
@@ -296,9 +340,9 @@ def _shared_bytes(tensor: TensorPlan) -> int:
     """Bytes of the stored elements that source and destination share."""
     spec = tensor.src_spec
     numel = spec.numel
-    if spec.shape and spec.shape[0]:
-        rows = min(spec.padding_rows, tensor.dst_spec.padding_rows)
-        numel += rows * (numel // spec.shape[0])
+    rows = min(spec.padding_rows, tensor.dst_spec.padding_rows)
+    if rows:
+        numel += rows * prod(spec.shape[1:])
     return numel * sum(tensor.src.itemsizes or (spec.dtype.itemsize,))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import lcm
 
 from ckpttools.errors import LayoutError
@@ -44,6 +44,10 @@ class BufferParam:
     name: str
     numel: int
     shared_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            raise LayoutError(f"{self.name}: must have at least 0 elements, got {self.numel}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +111,18 @@ class _Walk:
     pos: int = 0
     bucket_start: int = 0
     open_params: int = 0
-    starts: tuple[int, ...] = ()
-    stops: tuple[int, ...] = ()
-    unpadded: tuple[int, ...] = ()
+    starts: list[int] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    unpadded: list[int] = field(default_factory=list)
+    padding: int = 0
 
     def close(self, end: int) -> int:
         """Close the open bucket at ``end`` and return where its padding ends."""
         stop = round_up(end, self.divisor)
-        self.starts += (self.bucket_start,)
-        self.stops += (stop,)
-        self.unpadded += (end - self.bucket_start,)
+        self.starts.append(self.bucket_start)
+        self.stops.append(stop)
+        self.unpadded.append(end - self.bucket_start)
+        self.padding += stop - end
         self.bucket_start, self.open_params = stop, 0
         return stop
 
@@ -167,7 +173,12 @@ def bucket_divisor(dp: int, *, busbw: bool = False) -> int:
 
     >>> bucket_divisor(3)
     384
+
+    Raises:
+        LayoutError: ``dp`` is below 1.
     """
+    if dp < 1:
+        raise LayoutError(f"dp: must be at least 1, got {dp}")
     return lcm(dp, BUCKET_ALIGNMENT, *([BUSBW_ALIGNMENT] if busbw else []))
 
 
@@ -195,19 +206,20 @@ def buffer_layout(
     ((128, 0), 256, 138)
 
     Raises:
-        LayoutError: unknown variant, or the variant has no layout for these parameters.
+        LayoutError: unknown variant, ``dp`` below 1, or the variant has no layout for these
+            parameters.
     """
     if variant not in VARIANTS:
         raise LayoutError(f"layout: must be one of {', '.join(VARIANTS)}, got {variant!r}")
     walk = _Walk(bucket_divisor(dp, busbw=busbw))
-    starts: dict[str, int] = {}
-    file_starts: dict[str, int] = {}
+    starts: list[int] = []
+    file_starts: list[int] = []
     for param in reversed(params):
         walk.pos = round_up(walk.pos, PARAM_ALIGNMENT)
         if param.shared_embedding and walk.open_params:
             VARIANTS[variant](walk, dp)
-        starts[param.name] = walk.pos
-        file_starts[param.name] = walk.pos - walk.bucket_start + sum(walk.unpadded)
+        starts.append(walk.pos)
+        file_starts.append(walk.pos - walk.padding)
         end = walk.pos + param.numel
         walk.open_params += 1
         if param.shared_embedding or cuts.close_after(param, end - walk.bucket_start):
@@ -218,11 +230,11 @@ def buffer_layout(
         walk.close(walk.pos)
     return BufferLayout(
         params=tuple(params),
-        starts=tuple(starts[p.name] for p in params),
-        file_starts=tuple(file_starts[p.name] for p in params),
-        bucket_starts=walk.starts,
-        bucket_stops=walk.stops,
-        bucket_unpadded=walk.unpadded,
+        starts=tuple(reversed(starts)),
+        file_starts=tuple(reversed(file_starts)),
+        bucket_starts=tuple(walk.starts),
+        bucket_stops=tuple(walk.stops),
+        bucket_unpadded=tuple(walk.unpadded),
     )
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from ckpttools.errors import LayoutError, RuleError
+from ckpttools.errors import RuleError
 from ckpttools.layout.blocks import Blocks
 
 STAGES = ("first", "last", "layer")
 _KEYS = {"name", "stage", "dim", "blocks", "vocabulary", "tied_to", "kind", "when"}
+_NAME = re.compile(r"(?:[^{}]|\{[^{},]+(?:,[^{},]+)*\})+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,12 @@ def read_rules(path: str | Path) -> Rules:
     """Read a rules file.
 
     Raises:
-        LayoutError: it can't be read, isn't TOML, or a rule isn't what a rule must be.
+        RuleError: it can't be read, isn't TOML, or a rule isn't what a rule must be.
     """
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LayoutError(f"{path}: a rules file must be readable text, got {error}") from error
+        raise RuleError(f"{path}: a rules file must be readable text, got {error}") from error
     return parse_rules(text, where=str(path))
 
 
@@ -129,47 +130,63 @@ def parse_rules(text: str, *, where: str) -> Rules:
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise LayoutError(f"{where}: a rules file must be TOML, got {error}") from error
+        raise RuleError(f"{where}: a rules file must be TOML, got {error}") from error
     unknown = set(table) - {"family", "rule"}
     entries = table.get("rule")
     if unknown or not isinstance(entries, list) or not isinstance(table.get("family"), str):
-        raise LayoutError(
+        raise RuleError(
             f"{where}: a rules file must have a family and a list of [[rule]], got keys "
             f"{', '.join(sorted(table)) or 'none'}"
         )
     rules = tuple(_rule(entry, f"{where}: rule {i + 1}") for i, entry in enumerate(entries))
+    for rule in rules:
+        if rule.tied_to and not any(other.matches(rule.tied_to) for other in rules):
+            raise RuleError(
+                f"{where}: {rule.name}: tied_to must be a parameter of another rule, got "
+                f"{rule.tied_to!r}"
+            )
     return Rules(family=table["family"], where=where, rules=rules)
 
 
 def _rule(entry: object, where: str) -> Rule:
     """Check and build one rule."""
     if not isinstance(entry, dict):
-        raise LayoutError(f"{where}: must be a table, got {entry!r}")
+        raise RuleError(f"{where}: must be a table, got {entry!r}")
     unknown = sorted(set(entry) - _KEYS)
     if unknown:
-        raise LayoutError(f"{where}: keys must be {', '.join(sorted(_KEYS))}, got {unknown[0]}")
+        raise RuleError(f"{where}: keys must be {', '.join(sorted(_KEYS))}, got {unknown[0]}")
     name, stage = entry.get("name"), entry.get("stage")
-    if not isinstance(name, str) or not name:
-        raise LayoutError(f"{where}: name must be a non-empty string, got {name!r}")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None or name.count("{layer}") > 1:
+        raise RuleError(
+            f"{where}: name must be text with at most one {{layer}} and {{a,b}} for alternatives, "
+            f"got {name!r}"
+        )
     if stage not in STAGES or (stage == "layer") != ("{layer}" in name):
-        raise LayoutError(
+        raise RuleError(
             f"{where}: {name}: stage must be one of {', '.join(STAGES)}, and 'layer' exactly "
             f"where the name has {{layer}}, got {stage!r}"
         )
+    vocabulary, tied_to, kind = (entry.get(key) for key in ("vocabulary", "tied_to", "kind"))
+    if not isinstance(vocabulary, (bool, type(None))):
+        raise RuleError(f"{where}: {name}: vocabulary must be true or false, got {vocabulary!r}")
+    if not isinstance(tied_to, (str, type(None))) or not isinstance(kind, (str, type(None))):
+        raise RuleError(
+            f"{where}: {name}: tied_to and kind must be text, got {tied_to!r} and {kind!r}"
+        )
     when = entry.get("when", {})
     if not isinstance(when, dict) or not all(isinstance(v, bool) for v in when.values()):
-        raise LayoutError(f"{where}: {name}: when must map facts to true or false, got {when!r}")
+        raise RuleError(f"{where}: {name}: when must map facts to true or false, got {when!r}")
     rule = Rule(
         name=name,
         stage=stage,
         split=_split(entry, f"{where}: {name}"),
-        vocabulary=entry.get("vocabulary", False) is True,
-        tied_to=str(entry.get("tied_to", "")),
-        kind=str(entry.get("kind", "")),
+        vocabulary=vocabulary is True,
+        tied_to=tied_to or "",
+        kind=kind or "",
         when=when,
     )
     if rule.vocabulary and (rule.split is None or rule.split.dim != 0):
-        raise LayoutError(f"{where}: {name}: a vocabulary tensor must be cut in dim 0, got {entry}")
+        raise RuleError(f"{where}: {name}: a vocabulary tensor must be cut in dim 0, got {entry}")
     return rule
 
 
@@ -179,14 +196,14 @@ def _split(entry: Mapping[str, object], where: str) -> Split | None:
     if dim is None and blocks is None:
         return None
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
-        raise LayoutError(f"{where}: dim must be a dimension number, got {dim!r}")
+        raise RuleError(f"{where}: dim must be a dimension number, got {dim!r}")
     if blocks is None:
-        raise LayoutError(
+        raise RuleError(
             f"{where}: a rule that cuts a dimension must declare its sub-blocks, got none",
             hint="blocks = [1] for an unfused tensor, [1, 1] for [gate; up]",
         )
     if not isinstance(blocks, list) or not _positive(blocks):
-        raise LayoutError(f"{where}: blocks must be a list of positive numbers, got {blocks!r}")
+        raise RuleError(f"{where}: blocks must be a list of positive numbers, got {blocks!r}")
     return Split(dim=dim, blocks=Blocks(tuple(blocks)))
 
 

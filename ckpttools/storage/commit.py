@@ -6,7 +6,9 @@
 
 With ``overwrite`` the last step exchanges staging and destination atomically
 (``renameat2(RENAME_EXCHANGE)``) and then removes the old one. Whatever happens before the rename
-leaves the destination as it was.
+leaves the destination as it was. Where the filesystem has no exchange, the old destination stands
+as ``.<name>.old-<id>`` for the moment between two renames; :func:`repair` puts it back if a crash
+fell into that moment.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class Staging:
         self.path = self.destination.parent / name
 
     def __enter__(self) -> Self:
+        repair(self.destination)
         check_destination(self.destination, overwrite=self.overwrite)
         try:
             self.path.mkdir()
@@ -55,6 +58,8 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self.path.is_symlink() or self.path.is_file():  # what --overwrite took the place of
+            self.path.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def publish(self) -> None:
@@ -91,6 +96,51 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
         )
     if not destination.parent.is_dir():
         raise StorageError(f"{destination.parent}: must be a directory, got none")
+
+
+def repair(destination: Path) -> bool:
+    """Put back a destination that a crash left set aside; say whether there was one.
+
+    Raises:
+        StorageError: several were set aside, or the system refuses.
+    """
+    if os.path.lexists(destination) or not destination.parent.is_dir():
+        return False
+    prefix = f".{destination.name}.old-"
+    try:
+        aside = [p for p in destination.parent.iterdir() if p.name.startswith(prefix)]
+        if len(aside) > 1:
+            raise StorageError(
+                f"{destination}: at most one {prefix}* must stand beside it, got {len(aside)}",
+                hint="rename the right one back by hand",
+            )
+        if aside:
+            _rename_new(aside[0], destination)
+            _sync(destination.parent)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"{destination}: can't put it back: {error.strerror or error}"
+        ) from error
+    return bool(aside)
+
+
+def check_apart(source: Path, destination: Path) -> None:
+    """Refuse a destination that lies in the source, holds it or is it, links followed.
+
+    A checkpoint inside another would be read as part of it, and replacing a directory that holds
+    the source would remove what else is there.
+
+    Raises:
+        StorageError: it does.
+    """
+    paths = [os.path.realpath(path) for path in (source, destination)]
+    if os.path.commonpath(paths) in paths:
+        raise StorageError(
+            f"{destination}: the destination must lie outside of the source and not around it, "
+            f"got the source {source}"
+        )
 
 
 def sync_tree(root: Path) -> None:
@@ -142,7 +192,11 @@ def _exchange(src: Path, dst: Path) -> None:
     if code in _UNSUPPORTED:
         old = dst.parent / f".{dst.name}.old-{secrets.token_hex(4)}"
         dst.rename(old)
-        src.rename(dst)
+        try:
+            src.rename(dst)
+        except OSError:
+            old.rename(dst)
+            raise
         old.rename(src)
         return
     if code:

@@ -22,6 +22,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,15 @@ def build_header(
     """Return a header for these tensors in this order, and where in the file each will start.
 
     Raises:
-        FormatError: the header would be longer than the library reads.
+        FormatError: a key is there twice, reserved or not text that UTF-8 can hold, or the header
+            would be longer than the library reads.
     """
     table: dict[str, object] = {_METADATA: dict(metadata)}
     offsets: dict[str, int] = {}
     end = 0
     for key, dtype, shape in tensors:
+        if key in table:
+            raise FormatError(f"header: keys must be unique and not {_METADATA}, got {key!r} again")
         length = prod(shape) * dtype.itemsize
         table[key] = {
             "dtype": dtype.safetensors,
@@ -100,7 +104,10 @@ def build_header(
         }
         offsets[key] = end
         end += length
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"header: keys must be valid Unicode, got {error.object!r:.60}") from None
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"header: must be at most {MAX_HEADER_BYTES} bytes, got {len(text)}")
@@ -125,6 +132,9 @@ def _table(text: bytes, path: Path) -> dict[str, object]:
         raise FormatError(f"{path}: the header must be JSON, got {error}") from error
     if not isinstance(table, dict):
         raise FormatError(f"{path}: the header must be a JSON object, got {type(table).__name__}")
+    metadata = table.get(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{path}: {_METADATA} must map text to text, got {metadata!r:.60}")
     return table
 
 
@@ -132,7 +142,12 @@ def _tensor(key: str, value: object, start: int, path: Path) -> StoredTensor:
     """Check one entry of the header."""
     fields: dict[str, object] = value if isinstance(value, dict) else {}
     name, shape, offsets = (fields.get(k) for k in ("dtype", "shape", "data_offsets"))
-    if len(fields) != 3 or not isinstance(name, str) or name not in BY_SAFETENSORS:
+    if fields.keys() != _FIELDS:
+        raise FormatError(
+            f"{path}: {key}: must have {', '.join(sorted(_FIELDS))}, got "
+            f"{', '.join(sorted(fields)) or type(value).__name__}"
+        )
+    if not isinstance(name, str) or name not in BY_SAFETENSORS:
         raise FormatError(
             f"{path}: {key}: dtype must be one of {', '.join(BY_SAFETENSORS)}, got {name!r}"
         )

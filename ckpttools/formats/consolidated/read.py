@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ckpttools.manifest import Chunk, Extent, File, Manifest, Part, TensorSpec
 from ckpttools.storage.local import read_small_file
 from ckpttools.storage.safetensors_header import SafetensorsHeader, StoredTensor, read_header
 
+_CRC = re.compile("[0-9a-f]{8}")
 _OBJECTS = ("iteration", "num_floating_point_operations_so_far", "step")
 
 
@@ -43,7 +45,7 @@ def read_directory(path: Path) -> Reading:
             part = Part(extent, stored.dtype)
             chunks.append(Chunk(len(tensors), Box.whole(stored.shape), (part,)))
             tensors.append(spec)
-            digests[spec.key] = int(str(entry.get("crc32c")), 16)
+            digests[spec.key] = _crc(entry, f"{path / STATE_FILE}: {stored.key}")
     missing = sorted(table.keys() - {s.key for h in headers.values() for s in h.tensors})
     if missing:
         raise FormatError(f"{path}: {missing[0]}: must be in a safetensors file, got none")
@@ -57,7 +59,7 @@ def read_directory(path: Path) -> Reading:
 
 
 def check_directory(path: Path) -> list[Problem]:
-    """Check the SHA-256 of every file that ``state.json`` lists, and that no other is there."""
+    """Check the SHA-256 of every file that ``state.json`` lists; further files are passed over."""
     try:
         document = _document(path)
         _headers(path, document)
@@ -97,9 +99,17 @@ def _table(document: Mapping[str, object], key: str, path: Path) -> dict[str, ob
     if not isinstance(value, dict):
         raise FormatError(f"{path / STATE_FILE}: {key} must be an object, got {value!r:.40}")
     for name in value:
-        if key != "tensors" and (name.startswith("/") or ".." in name.split("/")):
-            raise FormatError(f"{path / STATE_FILE}: {key} must lie in the directory, got {name}")
+        if key != "tensors" and (name[:1] in ("", "/") or ".." in name.split("/") or "\0" in name):
+            raise FormatError(f"{path / STATE_FILE}: {key} must lie in the directory, got {name!r}")
     return value
+
+
+def _crc(entry: Mapping[str, object], where: str) -> int:
+    """Return the stated CRC-32C of a tensor."""
+    text = entry.get("crc32c")
+    if not isinstance(text, str) or _CRC.fullmatch(text) is None:
+        raise FormatError(f"{where}: crc32c must be eight hexadecimal digits, got {text!r:.40}")
+    return int(text, 16)
 
 
 def _spec(entry: Mapping[str, object], stored: StoredTensor, where: Path) -> TensorSpec:
@@ -110,7 +120,12 @@ def _spec(entry: Mapping[str, object], stored: StoredTensor, where: Path) -> Ten
             f"{where}: {stored.key}: must be {stated[0]} {stated[1]} as in {STATE_FILE}, got "
             f"{stored.dtype} {list(stored.shape)}"
         )
-    name, slot = str(entry.get("name")), str(entry.get("slot"))
+    name, slot = entry.get("name"), entry.get("slot")
+    if not isinstance(name, str) or not isinstance(slot, str):
+        raise FormatError(
+            f"{where}: {stored.key}: must have a name and a slot in {STATE_FILE}, got "
+            f"{name!r:.40} and {slot!r:.40}"
+        )
     return TensorSpec(name, slot, dtype(stored.dtype.name), stored.shape)
 
 

@@ -55,11 +55,18 @@ def lay_out_directory(source: Manifest, target: Target, root: str) -> Draft:
     """Lay out the consolidated form of ``source``.
 
     Raises:
-        UsageError: a topology was named, which this form has not.
+        UsageError: a topology was named, which this form has not, or two tensors have one key.
     """
     if target != Target():
         raise UsageError("--to safetensors: whole tensors have no topology, got sizes for one")
     specs = [TensorSpec(s.name, s.slot, s.dtype, s.shape) for s in source.tensors]
+    by_key: dict[str, TensorSpec] = {}
+    for spec in specs:
+        other = by_key.setdefault(key_of(spec), spec)
+        if other is not spec:
+            raise UsageError(
+                f"--to safetensors: keys must be unique, got {key_of(spec)} for {other} and {spec}"
+            )
     volumes = [
         *_volumes("model", [s for s in specs if s.slot == WEIGHT]),
         *_volumes("optimizer", [s for s in specs if s.slot != WEIGHT]),
@@ -88,10 +95,13 @@ def lay_out_directory(source: Manifest, target: Target, root: str) -> Draft:
 
 
 def _volumes(stem: str, specs: Sequence[TensorSpec]) -> list[_Volume]:
-    """Cut tensors into files, wide elements first so that every tensor is aligned."""
+    """Cut tensors into files: wide elements first, so that every tensor is aligned, then by key.
+
+    So equal content gives equal files, whatever the order in which a source lists it.
+    """
     parts: list[list[TensorSpec]] = []
     room = 0
-    for spec in sorted(specs, key=lambda s: -s.dtype.itemsize):
+    for spec in sorted(specs, key=lambda s: (-s.dtype.itemsize, key_of(s))):
         if not parts or spec.size_bytes > room:
             parts.append([])
             room = MAX_FILE_BYTES

@@ -116,7 +116,7 @@ def read_groups(
     Raises:
         FormatError: files disagree, a group is there twice, or a step is not a whole number.
     """
-    listing: list[Settings] = []
+    known: list[tuple[str, Settings]] = []
     marked = any(mark in g for _, groups, _ in stages for g in groups for mark in BY_KEY_MARKS)
     by_key = marked or any(key in arguments for key in BY_KEY_ARGUMENTS)
     step = _common_step(stages)
@@ -125,13 +125,14 @@ def read_groups(
         for i, group in enumerate(mine):
             if any(_identity(group) == _identity(other) for other in mine[:i]):
                 raise FormatError(f"{where}: parameter groups must differ, got two of {group}")
-            _merge(listing, group, where)
-        if by_key and not _same_order(listing, mine):
+            _merge(known, group, where)
+        if by_key and not _same_order([group for _, group in known], mine):
             raise FormatError(
                 f"{where}: every rank must list the same parameter groups in the same order, got "
                 f"{[_identity(g) for g in mine]}"
             )
-    result = Groups(tuple(listing), by_key, marked, step, decay_qk_layernorm)
+    listing = tuple(group for _, group in known)
+    result = Groups(listing, by_key, marked, step, decay_qk_layernorm)
     if not by_key:
         _check_positions(result, stages)
     return result
@@ -158,17 +159,29 @@ def _identity(group: Mapping[str, object]) -> tuple[object, ...]:
     return tuple(group.get(name, _DEFAULTS.get(name)) for name in names)
 
 
-def _merge(listing: list[Settings], group: Settings, where: str) -> None:
-    """Add a group to the listing, or check it against the same group of another file."""
-    for known in listing:
-        if _identity(known) == _identity(group):
-            if not same(_without_step(known), _without_step(group)):
+def _merge(known: list[tuple[str, Settings]], group: Settings, where: str) -> None:
+    """Add a group to those known, or check it against the same group of another file."""
+    for first, other in known:
+        if _identity(other) != _identity(group):
+            continue
+        mine, theirs = _without_step(group), _without_step(other)
+        for key in [*theirs, *(key for key in mine if key not in theirs)]:
+            if key not in mine or key not in theirs or not same(mine[key], theirs[key]):
                 raise FormatError(
-                    f"{where}: a parameter group must be the same in all files, got {group} and "
-                    f"{known}"
+                    f"{where}: {key} of the parameter group with wd_mult {group.get('wd_mult')} "
+                    f"must be that of {first}, got {_shown(mine, key)} and {_shown(theirs, key)}"
                 )
-            return
-    listing.append(group)
+        if list(mine) != list(theirs):
+            raise FormatError(
+                f"{where}: settings of a parameter group must be in the order of {first}, got "
+                f"{list(mine)}"
+            )
+        return
+    known.append((where, group))
+
+
+def _shown(group: Settings, key: str) -> str:
+    return f"{group[key]!r:.80}" if key in group else "none"
 
 
 def _without_step(group: Mapping[str, object]) -> Settings:
@@ -191,8 +204,8 @@ def _common_step(
                 continue
             if isinstance(step, bool) or not isinstance(step, (int, float)):
                 raise FormatError(f"{where}: step must be a number, got {step!r}")
-            if not float(step).is_integer():
-                raise FormatError(f"{where}: step must be a whole number, got {step!r}")
+            if (isinstance(step, float) and not step.is_integer()) or step < 0:
+                raise FormatError(f"{where}: step must be a whole number, got {step!r:.80}")
             if first is None:
                 first = where, step
             elif first[1] != step:

@@ -26,9 +26,11 @@ def to_global(name: str, *, stage: int, layers: int, where: str) -> str:
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
-    local = int(match[2])
+    local = int(match[2][:10])  # a number of thousands of digits is an error of its own in Python
     if local >= layers or match[2] != str(local):
-        raise FormatError(f"{where}: {name}: the layer must be below {layers}, got {match[2]}")
+        raise FormatError(
+            f"{where}: {name:.200}: the layer must be below {layers}, got {match[2]:.40}"
+        )
     return f"{match[1]}.{stage * layers + local}{match[3]}"
 
 
