@@ -30,7 +30,7 @@ from ckpttools.formats import Format, ReadOptions, Target, registry
 from ckpttools.manifest import WEIGHT, Manifest, summary_by_slot
 from ckpttools.plan import Plan, make_plan
 from ckpttools.report import Report
-from ckpttools.storage.commit import Staging, check_destination
+from ckpttools.storage.commit import Staging, check_apart, check_destination
 
 __all__ = [
     "Comparison",
@@ -153,17 +153,18 @@ def reshard(
     paths = str(source), str(destination)
     if not dry_run:
         check_destination(Path(destination).absolute(), overwrite=overwrite)
+        check_apart(Path(source), Path(destination))
     opened = open_checkpoint(
         source, format=format, options=options, resources=resources, cross_check=cross_check
     )
     copies = evidence.check_replicas(opened.manifest, resources)
     fmt = _format(to or opened.format.name)
     if dry_run:
-        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), "")
+        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), "", resources)
         return conversion.report_of(opened, draft, plan, resources, paths, dry_run=True)
     with Staging(destination, overwrite=overwrite) as staging:
         root = str(staging.path)
-        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), root)
+        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), root, resources)
         conversion.check_room(draft, staging.path)
         conversion.write(draft, plan, resources, stage)
         proof = conversion.prove(fmt, opened, plan, options, resources, stage)
@@ -261,7 +262,7 @@ def verify(
     checked += [f"{len(opened.manifest.tensors)} tensors covered exactly once"]
     checked += conversion.source_proof(opened, copies)
     unchecked = conversion.not_checked(opened, cross_check=cross_check)
-    differences, notes = _against(opened, against, require, resources, stage)
+    differences, notes = _against(opened, against, require, options, resources, stage)
     if against is not None and not differences:
         checked.append(f"content equals {against}")
     return Verification(
@@ -374,6 +375,7 @@ def _against(
     opened: Opened,
     against: str | Path | None,
     require: frozenset[str],
+    options: ReadOptions,
     resources: Resources,
     stage: Stage | None,
 ) -> tuple[list[str], list[str]]:
@@ -382,7 +384,7 @@ def _against(
     differences: list[str] = []
     notes: list[str] = []
     if against is not None:
-        other = open_checkpoint(against, resources=resources, cross_check=False)
+        other = open_checkpoint(against, options=options, resources=resources, cross_check=False)
         sides.append((other.manifest, str(against)))
         progress = stage("compare", opened.manifest.state_bytes) if stage else None
         result = comparison.compare(opened.manifest, other.manifest, resources, progress)

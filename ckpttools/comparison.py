@@ -79,6 +79,11 @@ class _Pair:
         return max(s.stored_shape[0] for s in (self.a, self.b)) if self.a.shape else 0
 
     @property
+    def common_rows(self) -> int:
+        """Rows that both sides store."""
+        return min(s.stored_shape[0] for s in (self.a, self.b)) if self.a.shape else 0
+
+    @property
     def whole(self) -> Box:
         """Everything that either side stores."""
         return Box.whole((self.rows, *self.a.shape[1:]) if self.a.shape else ())
@@ -166,7 +171,7 @@ def _compare_tiles(
             itemsize = pair.a.dtype.itemsize
             x = buffers.tile(box, itemsize)
             y = buffers.tile(box, itemsize, second=True)
-            if pair.a.padding_rows != pair.b.padding_rows:  # rows that one side lacks read as zero
+            if box.ndim and box.stops[0] > pair.common_rows:  # what one side lacks reads as zero
                 x[...] = 0
                 y[...] = 0
             read_tile(a_pool, pair.a_pieces, box, x, buffers.scratch)
@@ -197,16 +202,20 @@ def _position(side: Pieces) -> tuple[int, int]:
 
 def _note(found: _Found, pair: _Pair, box: Box, differs: np.ndarray) -> None:
     """Sort differing elements into content, common padding and padding that A lacks."""
-    for index in np.argwhere(differs) if differs.ndim else [np.zeros(0, dtype=np.int64)]:
+    if not pair.a.shape:
+        found.count = 1
+        return
+    rows = box.offsets[0] + np.arange(box.lengths[0])
+    content = differs[rows < pair.a.shape[0]]
+    if content.any():
+        index = np.unravel_index(int(np.argmax(content)), content.shape)
         place = tuple(int(i) + o for i, o in zip(index, box.offsets, strict=True))
-        row = place[0] if place else 0
-        if not pair.a.shape or row < pair.a.shape[0]:
-            first = min(found.first, place) if found.count else place
-            found.count, found.first = found.count + 1, first
-        elif row < pair.a.stored_shape[0]:
-            found.padding = found.padding or row < pair.b.stored_shape[0]
-        else:
-            found.fresh = True
+        found.first = min(found.first, place) if found.count else place
+        found.count += int(np.count_nonzero(content))
+    a_rows, b_rows = pair.a.stored_shape[0], pair.b.stored_shape[0]
+    common = (rows >= pair.a.shape[0]) & (rows < min(a_rows, b_rows))
+    found.padding = found.padding or bool(differs[common].any())
+    found.fresh = found.fresh or bool(differs[rows >= a_rows].any())
 
 
 def _compare_objects(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Difference]:

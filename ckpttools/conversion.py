@@ -9,18 +9,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpttools import comparison, digests
 from ckpttools.errors import MismatchError, StorageError
-from ckpttools.executor import Progress, Resources, execute
+from ckpttools.executor import Buffers, Progress, Resources, execute, run_jobs
 from ckpttools.formats import Draft, Format, Patch, ReadOptions, Target, Written
-from ckpttools.manifest import Manifest
+from ckpttools.layout.box import Box
+from ckpttools.manifest import Manifest, TensorSpec
 from ckpttools.plan import Plan, TensorPlan, make_plan
 from ckpttools.report import Report, size_text
 from ckpttools.storage.local import FilePool, create_file, write_new_file
+from ckpttools.tiles import cut_tiles, read_tile
 
 Stage = Callable[[str, int], Progress | None]
 """Told the name and the number of bytes of each long step; returns what to tell of progress."""
@@ -40,15 +42,22 @@ class Opened:
     weights_compared: int
 
 
-def lay_out(fmt: Format, source: Manifest, target: Target, root: str) -> tuple[Draft, Plan]:
+def lay_out(
+    fmt: Format, source: Manifest, target: Target, root: str, resources: Resources
+) -> tuple[Draft, Plan]:
     """Lay out the destination's files and plan the copies into them.
+
+    The draft's notes say what becomes of rows of vocabulary padding, for which those that have no
+    room are read.
 
     Raises:
         UsageError: the target can't hold the source.
         PlanError: an element would be lost, doubled or invented.
+        StorageError: the source can't be read.
     """
     draft = fmt.lay_out(source, target, root)
-    return draft, make_plan(source, draft.manifest, left_out=draft.left_out)
+    plan = make_plan(source, draft.manifest, left_out=draft.left_out)
+    return replace(draft, notes=(*draft.notes, *_padding_notes(plan, resources))), plan
 
 
 def check_room(draft: Draft, place: Path) -> None:
@@ -230,7 +239,7 @@ def report_of(
         skipped=skipped,
         carried=draft.carried,
         lost=draft.lost,
-        findings=(*opened.notes, *draft.notes, *_padding_notes(plan.tensors)),
+        findings=(*opened.notes, *draft.notes),
     )
 
 
@@ -249,12 +258,58 @@ def _topology(manifest: Manifest) -> dict[str, int]:
     return {str(k): int(v) for k, v in value.items()} if isinstance(value, dict) else {}
 
 
-def _padding_notes(tensors: Iterable[TensorPlan]) -> list[str]:
-    """Say how many rows of vocabulary padding come and go."""
+def _padding_notes(plan: Plan, resources: Resources) -> tuple[str, ...]:
+    """Say how many rows of vocabulary padding come and go, and whether what goes was zero."""
+    nonzero = _nonzero_dropped(plan, resources)
     notes = []
-    for tensor in tensors:
-        if tensor.fresh_rows:
-            notes.append(f"{tensor.dst_spec}: {tensor.fresh_rows} new rows of padding are zero")
-        if tensor.dropped_rows:
-            notes.append(f"{tensor.src_spec}: {tensor.dropped_rows} rows of padding have no room")
-    return notes
+    for rows, specs in _by_rows([(t.fresh_rows, t.dst_spec) for t in plan.tensors]):
+        notes.append(f"{rows} new rows of vocabulary padding are zero in {_listed(specs)}")
+    for rows, specs in _by_rows([(t.dropped_rows, t.src_spec) for t in plan.tensors]):
+        held = [spec for spec in specs if spec.key in nonzero]
+        notes.append(
+            f"{rows} rows of vocabulary padding have no room in {_listed(specs)}; "
+            + (f"values that are not zero were in {_listed(held)}" if held else "all were zero")
+        )
+    return tuple(notes)
+
+
+def _nonzero_dropped(plan: Plan, resources: Resources) -> set[tuple[str, str]]:
+    """Return the tensors that hold a bit in a row of padding that has no room."""
+
+    def jobs() -> Iterator[tuple[TensorPlan, Box]]:
+        for tensor in plan.tensors:
+            if tensor.dropped_rows:
+                shape = tensor.src_spec.stored_shape
+                first = tensor.dst_spec.stored_shape[0]
+                rows = Box((first, *(0 for _ in shape[1:])), (tensor.dropped_rows, *shape[1:]))
+                for box in cut_tiles(rows, tensor.src_spec.dtype.itemsize, resources.tile_bytes):
+                    yield tensor, box
+
+    found: set[tuple[str, str]] = set()
+    with FilePool(plan.src.root, [f.path for f in plan.src.files]) as pool:
+
+        def look(job: tuple[TensorPlan, Box], buffers: Buffers) -> None:
+            tile = buffers.tile(job[1], job[0].src_spec.dtype.itemsize)
+            read_tile(pool, job[0].src, job[1], tile, buffers.scratch)
+            if tile.any():
+                found.add(job[0].src_spec.key)
+
+        run_jobs(jobs(), look, resources)
+    return found
+
+
+def _by_rows(counted: Iterable[tuple[int, TensorSpec]]) -> list[tuple[int, list[TensorSpec]]]:
+    """Group tensors by a number of rows, without those of none."""
+    groups: dict[int, list[TensorSpec]] = {}
+    for rows, spec in counted:
+        if rows:
+            groups.setdefault(rows, []).append(spec)
+    return list(groups.items())
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    """List tensors by name with their slots."""
+    slots: dict[str, list[str]] = {}
+    for spec in specs:
+        slots.setdefault(spec.name, []).append(spec.slot)
+    return " and ".join(f"{name} ({', '.join(mine)})" for name, mine in slots.items())

@@ -24,7 +24,7 @@ class LayoutError(CkptError, ValueError):
 
 
 class RuleError(LayoutError):
-    """A parameter matches no rule of its model family, or several."""
+    """A parameter matches no rule of its model family, or several, or a rules file is none."""
 
 
 class UnsupportedError(CkptError, ValueError):

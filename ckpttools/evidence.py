@@ -74,7 +74,7 @@ def check_casts(manifest: Manifest, resources: Resources) -> tuple[int, list[Cas
             high = buffers.tile(box, 4, second=True)
             read_tile(pool, weight_pieces, box, low, buffers.scratch)
             read_tile(pool, master_pieces, box, high, buffers.scratch)
-            differs = low != codecs.round_float32(high, weight.dtype)
+            differs = codecs.cast_differs(low, high, weight.dtype)
             if differs.any():
                 local = np.unravel_index(int(np.argmax(differs)), box.lengths)
                 first = tuple(int(a) + o for a, o in zip(local, box.offsets, strict=True))
@@ -150,59 +150,89 @@ def check_replicas(manifest: Manifest, resources: Resources) -> int:
     Raises:
         ReplicaError: a copy differs in some bit.
     """
-    copies: list[tuple[TensorSpec, Chunk, Pieces, Pieces]] = []
-    for spec, chunks in zip(manifest.tensors, manifest.by_tensor(), strict=True):
-        if any(chunk.replica_id for chunk in chunks):
-            first = pieces([c for c in chunks if not c.replica_id], ndim=len(spec.shape))
-            for chunk in chunks:
-                if chunk.replica_id:
-                    copies.append((spec, chunk, first, pieces([chunk], ndim=len(spec.shape))))
+    copies = list(_copies(manifest))
+    found: dict[int, _Gap] = {}
+    lock = threading.Lock()
     with FilePool(manifest.root, [f.path for f in manifest.files]) as pool:
 
         def compare(job: tuple[int, Box], buffers: Buffers) -> None:
-            spec, chunk, first, copy = copies[job[0]]
-            itemsize = spec.dtype.itemsize
-            a = buffers.tile(job[1], itemsize)
-            b = buffers.tile(job[1], itemsize, second=True)
-            read_tile(pool, first, job[1], a, buffers.scratch)
-            read_tile(pool, copy, job[1], b, buffers.scratch)
+            number, box = job
+            copy = copies[number]
+            itemsize = copy.spec.dtype.itemsize
+            a = buffers.tile(box, itemsize)
+            b = buffers.tile(box, itemsize, second=True)
+            read_tile(pool, copy.first_pieces, box, a, buffers.scratch)
+            read_tile(pool, copy.pieces, box, b, buffers.scratch)
             if (a != b).any():
-                paths = _files_of(manifest, spec, job[1], chunk)
-                raise ReplicaError(
-                    f"{spec}: copies must be equal, got a largest difference of "
-                    f"{_largest_difference(a, b, spec)} between {paths[0]} and {paths[1]}"
-                )
+                with lock:
+                    found.setdefault(number, _Gap()).add(a, b, copy.spec)
 
         def jobs() -> Iterator[tuple[int, Box]]:
-            for number, (spec, chunk, _, _) in enumerate(copies):
-                for region in boxes_of(chunk.region):
-                    for box in cut_tiles(region, spec.dtype.itemsize, resources.tile_bytes):
+            for number, copy in enumerate(copies):
+                for region in boxes_of(copy.chunk.region):
+                    itemsize = copy.spec.dtype.itemsize
+                    for box in cut_tiles(region, itemsize, resources.tile_bytes):
                         yield number, box
 
         run_jobs(jobs(), compare, resources)
+    if found:
+        number = min(found)
+        raise ReplicaError(_replica_message(manifest, copies[number], found[number]))
     return len(copies)
 
 
-def _files_of(manifest: Manifest, spec: TensorSpec, box: Box, chunk: Chunk) -> tuple[str, str]:
-    """Return the file of the first copy of ``box``, and that of ``chunk``."""
-    index = manifest.index()[spec.key]
-    first = next(
-        c
-        for c in manifest.chunks
-        if c.tensor == index
-        and c.replica_id == 0
-        and any(b & box is not None for b in boxes_of(c.region))
-    )
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A chunk that must equal the first copy of its region."""
+
+    spec: TensorSpec
+    chunk: Chunk
+    first_pieces: Pieces
+    pieces: Pieces
+    first_files: tuple[int, ...]
+
+
+def _copies(manifest: Manifest) -> Iterator[_Copy]:
+    for spec, chunks in zip(manifest.tensors, manifest.by_tensor(), strict=True):
+        firsts = [chunk for chunk in chunks if not chunk.replica_id]
+        if len(firsts) == len(chunks):
+            continue
+        first_pieces = pieces(firsts, ndim=len(spec.shape))
+        for chunk in chunks:
+            if chunk.replica_id:
+                files = {c.parts[0].extent.file for c in firsts if _overlap(c, chunk)}
+                mine = pieces([chunk], ndim=len(spec.shape))
+                yield _Copy(spec, chunk, first_pieces, mine, tuple(sorted(files)))
+
+
+def _overlap(a: Chunk, b: Chunk) -> bool:
+    return any(x & y is not None for x in boxes_of(a.region) for y in boxes_of(b.region))
+
+
+@dataclass(slots=True)
+class _Gap:
+    """How far a copy is from the first: elements that differ, and by how much at most."""
+
+    count: int = 0
+    largest: float = 0.0
+
+    def add(self, a: codecs.Bits, b: codecs.Bits, spec: TensorSpec) -> None:
+        """Take in a tile; a difference from or to NaN is NaN, and stays."""
+        self.count += int(np.count_nonzero(a != b))
+        with np.errstate(invalid="ignore", over="ignore"):
+            x, y = (_as_float(bits[a != b], spec) for bits in (a, b))
+            largest = float(np.max(np.abs(x - y)))
+        self.largest = float(np.maximum(self.largest, largest))
+
+
+def _replica_message(manifest: Manifest, copy: _Copy, gap: _Gap) -> str:
+    """Name the tensor, the files of both copies, and how far they are apart."""
+    firsts = ", ".join(manifest.files[file].path for file in copy.first_files)
     return (
-        manifest.files[first.parts[0].extent.file].path,
-        manifest.files[chunk.parts[0].extent.file].path,
+        f"{copy.spec}: copies must be equal, got {gap.count} elements with a largest difference "
+        f"of {gap.largest:g} between {firsts} and "
+        f"{manifest.files[copy.chunk.parts[0].extent.file].path}"
     )
-
-
-def _largest_difference(a: codecs.Bits, b: codecs.Bits, spec: TensorSpec) -> float:
-    """Return the largest absolute difference of two tiles, as numbers."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        return float(np.nanmax(np.abs(_as_float(a, spec) - _as_float(b, spec)), initial=0.0))
 
 
 def _as_float(bits: codecs.Bits, spec: TensorSpec) -> np.ndarray:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpttools.errors import UsageError
 from ckpttools.formats import Draft, Problem, Reading, ReadOptions, Target
 from ckpttools.formats.megatron.check import check_files
 from ckpttools.formats.megatron.directory import looks_like_megatron
 from ckpttools.formats.megatron.read import read_checkpoint
 from ckpttools.formats.megatron.write import lay_out_checkpoint
+from ckpttools.layout.megatron import VARIANTS
 from ckpttools.manifest import Manifest
 
 
@@ -24,6 +26,10 @@ class MegatronFormat:
 
     def read(self, path: Path, options: ReadOptions) -> Reading:
         """Read a checkpoint directory or one iteration of it."""
+        if options.layout not in (None, *VARIANTS):
+            raise UsageError(
+                f"--layout: must be one of {', '.join(VARIANTS)}, got {options.layout!r}"
+            )
         return read_checkpoint(path, options)
 
     def lay_out(self, source: Manifest, target: Target, root: str) -> Draft:

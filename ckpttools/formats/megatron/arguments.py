@@ -9,7 +9,7 @@ megatron/training/checkpointing.py (``check_checkpoint_args``) of core 0.16.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ckpttools.errors import FormatError, UnsupportedError, UsageError
 from ckpttools.layout.megatron import default_bucket_size, round_up
@@ -152,6 +152,22 @@ def read_run(settings: Mapping[str, object], where: str) -> Run:
         decay_qk_layernorm=_decay_qk_layernorm(reader),
         rank_order_tp_pp_dp=reader.flag("use_tp_pp_dp_mapping", default=False),
     )
+
+
+def check_same_run(settings: Mapping[str, object], first: Mapping[str, object], where: str) -> None:
+    """Check that a rank's settings describe the run that the first rank's do.
+
+    Raises:
+        FormatError: a setting that the layout depends on differs.
+    """
+    run, expected = read_run(settings, where), read_run(first, where)
+    for field in fields(Run):
+        mine, theirs = getattr(run, field.name), getattr(expected, field.name)
+        if mine != theirs:
+            raise FormatError(
+                f"{where}: args must describe the same run in all rank files, got {field.name} "
+                f"{mine} and {theirs}"
+            )
 
 
 def rewrite(args: Inert, run: Run, *, tp: int, pp: int, padded_vocab_size: int | None) -> Inert:

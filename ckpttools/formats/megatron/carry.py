@@ -14,6 +14,7 @@ from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.state import MegatronState, ParamInfo
 
 RNG = "rng_state"
+OPTIMIZER = "optimizer"
 _PER_RANK = {
     RNG: "start Megatron with --no-load-rng",
     "rerun_state_machine": "Megatron starts a new one",
@@ -22,6 +23,8 @@ _PER_RANK = {
 
 def survives(key: str, value: object, state: MegatronState, run: Run) -> bool:
     """Say whether the top-level entry ``key`` of a rank file is in the target's files."""
+    if key == OPTIMIZER and not state.slots:
+        return False  # groups without the tensors that they are about
     if key not in _PER_RANK:
         return True
     same_ranks = (run.tp, run.pp) == (state.run.tp, state.run.pp)
@@ -30,9 +33,9 @@ def survives(key: str, value: object, state: MegatronState, run: Run) -> bool:
     return same_ranks and not (per_dp_rank and run.dp != state.run.dp)
 
 
-def optimizer(value: object, state: MegatronState, stage: Sequence[ParamInfo]) -> object:
-    """Return the ``optimizer`` entry of a stage: its parameter groups, the rest as it is."""
-    if not isinstance(value, Mapping) or state.groups is None:
+def rewrite(key: str, value: object, state: MegatronState, stage: Sequence[ParamInfo]) -> object:
+    """Return an entry as a stage's file has it: ``optimizer`` lists the groups of the stage."""
+    if key != OPTIMIZER or not isinstance(value, Mapping) or state.groups is None:
         return value
     groups = state.groups.for_stage([info.group_param for info in stage])
     inner = value["optimizer"]
@@ -50,6 +53,10 @@ def report(state: MegatronState, run: Run) -> tuple[tuple[str, ...], tuple[str, 
             continue
         if survives(key, value, state, run):
             carried.append(_CARRIED.get(key, key))
+        elif key == OPTIMIZER:
+            lost.append(
+                "optimizer: the source has no state of it; start Megatron with --no-load-optim"
+            )
         else:
             reason = "it belongs to the old ranks"
             lost.append(f"{key}: {reason}; {_PER_RANK[key]}")

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpttools.errors import CkptError
+from ckpttools.errors import FormatError
 from ckpttools.formats import Problem
 from ckpttools.formats.megatron.directory import MODEL_FILE, OPTIMIZER_FILE, find_iteration
 from ckpttools.storage.torchzip_check import check_torch_file
 
 
 def check_files(path: Path) -> list[Problem]:
-    """Check the torch files of the iteration that ``path`` names; one problem per fault."""
+    """Check the torch files of the iteration that ``path`` names; one problem per fault.
+
+    Raises:
+        UnsupportedError: its directories are of a kind that isn't covered.
+    """
     try:
         iteration = find_iteration(path)
-    except CkptError as error:
+    except FormatError as error:
         return [Problem(str(path), str(error))]
     problems: list[Problem] = []
     for name in sorted(iteration.ranks.values()):

@@ -8,8 +8,9 @@ module order, ``_extra_state`` entries between them), ``optimizer`` (groups only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ckpttools.errors import FormatError, UnsupportedError
@@ -97,6 +98,7 @@ def read_rank(iteration: IterationDirectory, tp: int, pp: int) -> RankFiles:
                 f"are not supported)"
             )
     _check_iteration(tree, iteration, where)
+    settings = settings_of(tree.get("args"), where)
     args = entry(tree, "args", Inert, where)
     load_small_payloads(model_file, {k: v for k, v in tree.items() if k != "model"})
     optimizer_path = directory / OPTIMIZER_FILE
@@ -110,7 +112,7 @@ def read_rank(iteration: IterationDirectory, tp: int, pp: int) -> RankFiles:
         model_file=model_file,
         optimizer_file=optimizer_file,
         tree=tree,
-        settings=settings_of(args, where),
+        settings=settings,
         args=args,
         model=_model(tree, where),
         groups=_groups(tree, where),
@@ -197,9 +199,26 @@ def _buffers(file: TorchFile) -> tuple[SavedBuffer, ...]:
             f"{sorted(map(str, file.tree)) if isinstance(file.tree, dict) else type(file.tree)}"
         )
     indices = [key for key in file.tree if key != "buckets_coalesced"]
-    if indices != list(range(len(indices))):
+    if not indices or indices != list(range(len(indices))):
         raise FormatError(f"{where}: buffers must be numbered from 0, got {indices}")
-    return tuple(_buffer(file.tree[i], f"{where}: buffer {i}") for i in indices)
+    buffers = tuple(_buffer(file.tree[i], f"{where}: buffer {i}") for i in indices)
+    _check_disjoint(buffers, where)
+    return buffers
+
+
+def _check_disjoint(buffers: Sequence[SavedBuffer], where: str) -> None:
+    """Refuse flat tensors that share elements: one slot's values would pass for another's."""
+    taken = sorted(
+        (id(tensor.storage), tensor.offset, tensor.offset + tensor.numel, name)
+        for buffer in buffers
+        for name, tensor in buffer.tensors.items()
+        if tensor.numel
+    )
+    for (storage, _, stop, first), (other, start, _, second) in pairwise(taken):
+        if storage == other and start < stop:
+            raise FormatError(
+                f"{where}: {second} must have elements of its own, got some of {first}'s"
+            )
 
 
 def _buffer(value: object, where: str) -> SavedBuffer:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckpttools.errors import CkptError, FormatError, LayoutError
 from ckpttools.formats import Candidate, Reading, ReadOptions
-from ckpttools.formats.megatron.arguments import RANK_KEYS, Run, read_run
+from ckpttools.formats.megatron.arguments import RANK_KEYS, Run, check_same_run, read_run
 from ckpttools.formats.megatron.chunks import buffer_param, build_manifest
 from ckpttools.formats.megatron.directory import (
     OPTIMIZER_FILE,
@@ -61,8 +61,7 @@ def read_checkpoint(path: Path, options: ReadOptions) -> Reading:
             ranks[rank] = read_rank(iteration, *rank)
     if options.vocab_size is not None:
         run = replace(run, vocab_size=options.vocab_size)
-    notes = _check_ranks(ranks)
-    _check_optimizer_files(ranks, options)
+    notes = [*_check_ranks(ranks), *_check_optimizer_files(ranks, options)]
     joined = _join(ranks, run, options)
     candidates, refused = _candidates(iteration, ranks, joined, options)
     return Reading(candidates, refused, tuple(notes))
@@ -85,6 +84,7 @@ def _check_ranks(ranks: Mapping[RankId, RankFiles]) -> list[str]:
     notes: list[str] = []
     first = ranks[0, 0]
     for files in ranks.values():
+        check_same_run(files.settings, first.settings, files.where)
         for key in ("iteration", "opt_param_scheduler", "num_floating_point_operations_so_far"):
             if not same(files.tree.get(key), first.tree.get(key)):
                 raise FormatError(
@@ -101,11 +101,16 @@ def _check_ranks(ranks: Mapping[RankId, RankFiles]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _check_optimizer_files(ranks: Mapping[RankId, RankFiles], options: ReadOptions) -> None:
-    """Optimizer state is there for all ranks, or for none and on purpose."""
+def _check_optimizer_files(ranks: Mapping[RankId, RankFiles], options: ReadOptions) -> list[str]:
+    """Optimizer state is there for all ranks, or for none and on purpose; return a remark on it."""
     missing = [f for f in ranks.values() if f.optimizer_file is None]
+    bare = [f for f in ranks.values() if not f.groups]
+    if not missing and bare:
+        raise FormatError(
+            f"{bare[0].where}: must list parameter groups, as {OPTIMIZER_FILE} is there, got none"
+        )
     if not missing:
-        return
+        return []
     place = Path(missing[0].where).parent / OPTIMIZER_FILE
     if len(missing) < len(ranks):
         raise FormatError(
@@ -118,6 +123,7 @@ def _check_optimizer_files(ranks: Mapping[RankId, RankFiles], options: ReadOptio
             f"optimizer state at all",
             hint="give --accept-loss optimizer to go on with the weights alone",
         )
+    return ["weights only: the checkpoint has no optimizer state"]
 
 
 def _join(ranks: Mapping[RankId, RankFiles], run: Run, options: ReadOptions) -> _Joined:
@@ -222,7 +228,7 @@ def _groups(
     ranks: Mapping[RankId, RankFiles], run: Run, stages: Sequence[Sequence[ParamInfo]]
 ) -> Groups | None:
     """Join the parameter groups of all ranks."""
-    with_groups = [f for f in ranks.values() if f.groups]
+    with_groups = [f for f in ranks.values() if f.buffers]
     if not with_groups:
         return None
     return read_groups(

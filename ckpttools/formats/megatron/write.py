@@ -335,10 +335,8 @@ class _Writer:
                 tree[key] = rewrite(args, self.run, tp=t, pp=p, padded_vocab_size=self.padded)
             elif key == "model":
                 tree[key] = model
-            elif key == "optimizer":
-                tree[key] = carry.optimizer(value, self.state, self.stages[p])
             elif carry.survives(key, value, self.state, self.run):
-                tree[key] = value
+                tree[key] = carry.rewrite(key, value, self.state, self.stages[p])
         return tree
 
     def _target_state(self) -> MegatronState:

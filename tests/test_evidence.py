@@ -1,0 +1,216 @@
+"""A wrong formula, a wrong rounding or a wrong master is refused by what the files show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import megatron_edit as edit
+import numpy as np
+import oracle_megatron as oracle
+import pytest
+import torch
+
+from ckpttools import api, codecs
+from ckpttools.api import Target
+from ckpttools.errors import EvidenceError
+from ckpttools.layout import megatron as formula
+from ckpttools.layout.megatron import BufferParam, Cuts, buffer_layout
+
+CASES = [case.name for case in oracle.cases()]
+BF16 = [case.name for case in oracle.cases() if case.dtype == "bf16"]
+GQA = [case.name for case in oracle.cases("gqa")]
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def truncate(bits: codecs.Bits) -> codecs.Bits:
+    """Cut off the lower half, which is not how a trainer rounds."""
+    return (bits >> np.uint32(16)).astype("<u2")
+
+
+def assert_refused(source: Path, tmp_path: Path, message: str) -> str:
+    """Both doors refuse the source, in one line, and nothing is left behind; return the line."""
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(EvidenceError, match=message) as caught:
+        api.reshard(source, tmp_path / "out", target=Target(dp=3))
+    assert "\n" not in str(caught.value)
+    outcome = edit.run_cli("reshard", source, tmp_path / "out", "--dp", 3)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert str(caught.value) in outcome.err
+    assert sorted(tmp_path.iterdir()) == before
+    return str(caught.value)
+
+
+MISPLACED = (
+    r"exactly one must agree with the files, got none: layout [^:]+: [^:]+: ([a-z_.0-9]+) must "
+    r"start at element ([0-9]+) of its storage by the buffer formula, got ([0-9]+)"
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_the_64_alignment_no_real_checkpoint_is_understood(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = oracle.case(name)
+    api.reshard(case.directory, tmp_path / "sound", target=Target(dp=3), dry_run=True)
+    monkeypatch.setattr(formula, "PARAM_ALIGNMENT", 1)
+    found = re.search(MISPLACED, assert_refused(case.directory, tmp_path, MISPLACED))
+    assert found is not None
+    (buffer,) = case.layout()[0]["buffers"]
+    live = {param["name"]: param["start"] for param in buffer["params"]}
+    assert int(found[3]) == live[found[1]] > int(found[2])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_whose_weights_share_no_storage_are_understood_by_their_sizes_and_values(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = edit.with_own_storages(edit.copy_of(name, tmp_path / "src"))
+    report = api.reshard(root, tmp_path / "out")
+    assert "weights equal their masters, rounded" in report.proof[0]
+    assert api.verify(tmp_path / "out", against=oracle.case(name).directory).ok
+    monkeypatch.setattr(formula, "PARAM_ALIGNMENT", 1)
+    with pytest.raises(EvidenceError, match="numel_unpadded must be .* by the buffer formula, got"):
+        api.reshard(root, tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_truncation_in_place_of_rounding_fails_on_every_real_bf16_checkpoint(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = oracle.case(name)
+    truth = oracle.decode(case.directory, case.layout()).tensors
+    masters = truth[f"param/{EMBEDDING}"].contiguous().numpy().view("<u4")
+    weights = truth[f"model/{EMBEDDING}"].contiguous().view(torch.uint16).numpy()
+    wrong = int(np.count_nonzero(truncate(masters) != weights))
+    assert wrong > masters.size // 5
+    monkeypatch.setattr(codecs, "_to_bfloat16", truncate)
+    message = (
+        f"{EMBEDDING}: the weight must be its master rounded to bfloat16, got {wrong} of "
+        f"{masters.size} elements that differ, first at "
+    )
+    assert_refused(case.directory, tmp_path, message)
+
+
+def params_of(case: oracle.Case, buffer: dict[str, Any]) -> list[BufferParam]:
+    """Return a live buffer's parameters as the formula takes them."""
+    tied = case.family.startswith("tied") and case.pp > 1
+    found = sorted(buffer["params"], key=lambda p: -p["start"])
+    return [
+        BufferParam(p["name"], p["end"] - p["start"], tied and p["canon"] in oracle.VOCABULARY)
+        for p in found
+    ]
+
+
+def geometry(case: oracle.Case) -> tuple[list[object], list[object]]:
+    """Return what the formula says and what the live run had, for each rank."""
+    said, had = [], []
+    for rank in case.layout():
+        (buffer,) = rank["buffers"]
+        layout = buffer_layout(
+            params_of(case, buffer),
+            dp=case.dp,
+            cuts=Cuts(case.bucket_size if rank["pp"] == 0 else None),
+        )
+        bounds = zip(layout.bucket_starts, layout.bucket_stops, strict=True)
+        said.append(([list(pair) for pair in bounds], list(layout.bucket_unpadded)))
+        had.append((buffer["bucket_indices"], buffer["bucket_numel_unpadded"]))
+    return said, had
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formula_gives_the_live_buckets_of_every_rank(name: str) -> None:
+    said, had = geometry(oracle.case(name))
+    assert said == had
+
+
+@pytest.mark.parametrize("name", GQA)
+def test_with_half_the_bucket_alignment_neither_live_buckets_nor_storages_fit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(formula, "BUCKET_ALIGNMENT", 64)
+    said, had = geometry(oracle.case(name))
+    assert said != had
+    by_start = f"{EMBEDDING} must start at element [0-9]+ of its storage"
+    by_end = "the weights' storage must have [0-9]+ elements"
+    message = f"({by_start}|{by_end}) by the buffer formula, got [0-9]+"
+    assert_refused(oracle.case(name).directory, tmp_path, message)
+
+
+def test_small_buckets_take_out_the_paddings_that_the_declared_size_counts(
+    tmp_path: Path,
+) -> None:
+    # The three last gaps of the walk now stand at bucket ends: 22848 - 32 = 22816.
+    api.reshard(
+        oracle.case("gqa_tp1_pp1_dp2").directory, tmp_path / "out", target=Target(bucket_size=3600)
+    )
+    (file,) = edit.rank_files(tmp_path / "out", edit.OPTIMIZER)
+    (entry,) = oracle.read(file)[0].values()
+    assert entry["numel_unpadded"] == 22816
+    assert entry["param"].shape == (22816,)
+
+
+def test_masters_swapped_between_two_tensors_of_one_shape_are_found(tmp_path: Path) -> None:
+    case = oracle.case("gqa_tp1_pp1_dp2")
+    root = edit.copy_of(case.name, tmp_path / "src")
+    a, b = (f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in (0, 1))
+    with edit.slot_values(case, root, 0, 0, "param") as find:
+        kept = find(a).copy()
+        assert (kept != find(b)).any()
+        find(a)[:] = find(b)
+        find(b)[:] = kept
+    assert_refused(root, tmp_path, f"got none: .*: {a}: the weight must be its master")
+    outcome = edit.run_cli("verify", root)
+    assert outcome.code == 3
+    assert a in outcome.out
+
+
+@pytest.mark.parametrize("name", ["gqa_tp2_pp1_dp2", "tied_tp1_pp2_dp2", "tied_tp1_pp1_dp2_fp32"])
+def test_zeroed_master_is_found(name: str, tmp_path: Path) -> None:
+    case = oracle.case(name)
+    root = edit.copy_of(name, tmp_path / "src")
+    victim = "decoder.layers.0.self_attention.linear_proj.weight"
+    with edit.slot_values(case, root, case.tp - 1, 0, "param") as find:
+        find(victim)[:] = 0
+    assert_refused(root, tmp_path, f"got none: .*: {victim}: the weight must be its master")
+    assert edit.run_cli("verify", root).code == 3
+
+
+def test_master_off_by_one_bfloat16_step_in_one_element_is_found(tmp_path: Path) -> None:
+    case = oracle.case("deep_tp1_pp1_dp2")
+    root = edit.copy_of(case.name, tmp_path / "src")
+    victim = "decoder.layers.3.mlp.linear_fc1.weight"
+    with edit.slot_values(case, root, 0, 0, "param") as find:
+        find(victim)[77] += 1 << 16
+    shape = (64, 16)
+    place = [int(i) for i in np.unravel_index(77, shape)]
+    message = f"{victim}: the weight .*, got 1 of 1024 elements that differ, first at \\{place}"
+    assert_refused(root, tmp_path, message.replace("]", "\\]"))
+
+
+def test_nothing_in_the_files_speaks_against_shifted_moments(tmp_path: Path) -> None:
+    # Moments have no second copy that they could be held against. A wrong *formula* still can't
+    # hide there, since masters lie under the same offsets; a file whose moments alone were moved
+    # before they were saved passes, as long as its own checksums do. This test says so.
+    case = oracle.case("gqa_tp1_pp1_dp2")
+    root = edit.copy_of(case.name, tmp_path / "src")
+    victim = "decoder.layers.0.mlp.linear_fc2.weight"
+    with edit.slot_values(case, root, 0, 0, "exp_avg") as find:
+        find(victim)[:] = np.roll(find(victim), 1)
+    assert api.verify(root).ok
+    differences = api.diff(root, case.directory).differences
+    assert [(d.name, d.slot) for d in differences] == [(victim, "exp_avg")]
+
+
+def test_without_the_cross_check_a_wrong_master_passes_and_the_report_says_what_was_skipped(
+    tmp_path: Path,
+) -> None:
+    case = oracle.case("gqa_tp1_pp1_dp2")
+    root = edit.copy_of(case.name, tmp_path / "src")
+    with edit.slot_values(case, root, 0, 0, "param") as find:
+        find("decoder.layers.0.mlp.linear_fc2.weight")[:] = 0
+    report = api.reshard(root, tmp_path / "out", cross_check=False)
+    assert report.skipped == ("weights against masters (--no-cross-check)",)
+    assert not any("masters" in line for line in report.proof)
+    assert not api.verify(tmp_path / "out").ok
