@@ -189,8 +189,8 @@ def gather(
     source: str | Path, destination: str | Path, *, to: str = "safetensors", **options: object
 ) -> Report:
     """Write the consolidated form of a checkpoint; takes the options of :func:`reshard`."""
-    if to != "safetensors":
-        raise UsageError(f"--to: must be safetensors, got {to!r}")
+    if to not in ("safetensors", "zarr"):
+        raise UsageError(f"--to: must be safetensors or zarr, got {to!r}")
     return reshard(source, destination, to=to, **options)  # type: ignore[arg-type]  # passed on
 
 

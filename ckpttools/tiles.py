@@ -10,6 +10,7 @@ only where a chunk is narrower than the tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -24,14 +25,14 @@ Tile = npt.NDArray[np.unsignedinteger]
 OnWrite = Callable[[int, int, memoryview], None]
 """Told of each write: file, offset in bytes, the bytes."""
 
-_CARRIERS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_CARRIERS = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 _SPAN_FACTOR = 4
 """A strided region is read as one span where that costs at most this many times its bytes."""
 
 
 def carrier(itemsize: int) -> np.dtype[np.unsignedinteger]:
     """Return the unsigned dtype that carries elements of ``itemsize`` bytes bit for bit."""
-    return np.dtype(_CARRIERS[itemsize])
+    return _CARRIERS[itemsize]
 
 
 def cut_tiles(box: Box, itemsize: int, tile_bytes: int) -> Iterator[Box]:
@@ -68,45 +69,66 @@ def read_tile(pool: FilePool, pieces: Pieces, box: Box, out: Tile, scratch: memo
     Elements of ``box`` that no piece holds are left as they are. ``scratch`` is at least as long
     as ``out``.
     """
-    for i in pieces.overlapping(box).tolist():
-        low, lengths = _overlap(pieces, i, box)
-        view = out[_slices(low, lengths, box)]
-        start = _start(pieces, i, low)
-        strides = pieces.strides_bytes[i, 0].tolist()
-        _read_region(pool, int(pieces.file[i, 0]), start, strides, view, scratch)
+    for file, start, strides, place in _regions(pieces, box):
+        _read_region(pool, file, start, strides, _view(out, place), scratch)
 
 
 def write_tile(
     pool: FilePool, pieces: Pieces, box: Box, tile: Tile, scratch: memoryview, on_write: OnWrite
 ) -> None:
     """Write the elements of ``tile`` (which is ``box``) to every piece that holds some of them."""
-    for j in pieces.overlapping(box).tolist():
-        low, lengths = _overlap(pieces, j, box)
-        view = tile[_slices(low, lengths, box)]
-        strides = pieces.strides_bytes[j, 0].tolist()
-        _write_region(
-            pool, int(pieces.file[j, 0]), _start(pieces, j, low), strides, view, scratch, on_write
+    for file, start, strides, place in _regions(pieces, box):
+        _write_region(pool, file, start, strides, _view(tile, place), scratch, on_write)
+
+
+_Region = tuple[int, int, tuple[int, ...], tuple[slice, ...]]
+
+
+def _regions(pieces: Pieces, box: Box) -> Iterator[_Region]:
+    """Yield what each piece shares with ``box``: file, first byte, strides, place in the tile."""
+    rows = _rows(pieces)
+    if len(rows) > _FEW:
+        rows = [rows[i] for i in pieces.overlapping(box).tolist()]
+    begin, end = box.offsets, box.stops
+    for file, start, strides, offsets, stops in rows:
+        low, high = tuple(map(max, offsets, begin)), tuple(map(min, stops, end))
+        if all(map(int.__lt__, low, high)):
+            for a, b, stride in zip(low, offsets, strides, strict=True):
+                start += (a - b) * stride  # noqa: PLW2901  # the same start, moved to ``low``
+            place = tuple(
+                slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True)
+            )
+            yield file, start, strides, place
+
+
+_FEW = 16
+"""So many pieces are looked through one by one faster than numpy is called."""
+
+_Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=16)
+def _rows(pieces: Pieces) -> list[_Row]:
+    """Return each piece's file, first byte, strides, offsets and stops, as plain numbers.
+
+    The tiles of a tensor follow each other, so a few tensors' rows are all that is ever in use.
+    """
+    return [
+        (file, start, tuple(strides), tuple(offsets), tuple(stops))
+        for file, start, strides, offsets, stops in zip(
+            pieces.file[:, 0].tolist(),
+            pieces.start_bytes[:, 0].tolist(),
+            pieces.strides_bytes[:, 0].tolist(),
+            pieces.offsets.tolist(),
+            (pieces.offsets + pieces.lengths).tolist(),
+            strict=True,
         )
+    ]
 
 
-def _overlap(pieces: Pieces, i: int, box: Box) -> tuple[list[int], list[int]]:
-    """Return corner and lengths of what piece ``i`` shares with ``box``."""
-    offsets, lengths = pieces.offsets[i].tolist(), pieces.lengths[i].tolist()
-    low = [max(a, b) for a, b in zip(offsets, box.offsets, strict=True)]
-    stops = [min(a + n, s) for a, n, s in zip(offsets, lengths, box.stops, strict=True)]
-    return low, [s - a for a, s in zip(low, stops, strict=True)]
-
-
-def _slices(low: Sequence[int], lengths: Sequence[int], box: Box) -> tuple[slice, ...]:
-    rel = [a - b for a, b in zip(low, box.offsets, strict=True)]
-    return tuple(slice(a, a + n) for a, n in zip(rel, lengths, strict=True))
-
-
-def _start(pieces: Pieces, i: int, low: Sequence[int]) -> int:
-    """Return where the element at ``low`` lies in the file of piece ``i``."""
-    offsets, strides = pieces.offsets[i].tolist(), pieces.strides_bytes[i, 0].tolist()
-    shift = sum((a - b) * s for a, b, s in zip(low, offsets, strides, strict=True))
-    return int(pieces.start_bytes[i, 0]) + int(shift)
+def _view(tile: Tile, place: tuple[slice, ...]) -> Tile:
+    """Return a part of a tile as a view; numpy would make a number of a 0-d one."""
+    return tile[place] if place else tile
 
 
 def _is_run(strides: Sequence[int], shape: Sequence[int], itemsize: int) -> bool:
@@ -142,7 +164,7 @@ def _read_region(
         else:
             buffer = scratch[: out.nbytes]
             pool.read_into(file, start, buffer)
-            out[...] = np.frombuffer(buffer, dtype=out.dtype).reshape(out.shape)
+            out[...] = np.ndarray(out.shape, out.dtype, buffer)
         return
     span = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True)) + out.itemsize
     if min(strides) >= 0 and span <= min(len(scratch), _SPAN_FACTOR * out.nbytes):

@@ -63,6 +63,7 @@ class Case:
     truth: str
     model: Mapping[str, Any]
     step: int
+    vpp: int = 1
 
     @property
     def directory(self) -> Path:

@@ -30,7 +30,13 @@ PAIRS = [(a, b) for a, b in permutations(CASES, 2) if _family(CASES[a]) == _fami
 
 def target_of(case: oracle.Case) -> Target:
     """Return the target that names a fixture's topology and buckets."""
-    return Target(tp=case.tp, pp=case.pp, dp=case.dp, bucket_size=case.bucket_size or "none")
+    return Target(
+        tp=case.tp,
+        pp=case.pp,
+        vpp=case.vpp,
+        dp=case.dp,
+        bucket_size=case.bucket_size or "none",
+    )
 
 
 @pytest.mark.parametrize(("a", "b"), PAIRS)

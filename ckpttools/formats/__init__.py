@@ -34,11 +34,16 @@ class Target:
     """The topology to write. None means: as in the source.
 
     ``world`` is the number of ranks, from which the data-parallel size follows. ``bucket_size``
-    counts elements; "none" asks for one bucket.
+    counts elements; "none" asks for one bucket. ``vpp`` is the number of model chunks of a stage;
+    where ``pp`` changes and it isn't named, there is one. ``first_stage_layers`` and
+    ``last_stage_layers`` are those of uneven stages.
     """
 
     tp: int | None = None
     pp: int | None = None
+    vpp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     dp: int | None = None
     world: int | None = None
     bucket_size: int | Literal["none"] | None = None
@@ -173,8 +178,8 @@ class Format(Protocol):
 
 def registry() -> dict[str, Format]:
     """Return all formats by name."""
-    from ckpttools.formats.consolidated import ConsolidatedFormat
+    from ckpttools.formats.consolidated import ConsolidatedFormat, ZarrFormat
     from ckpttools.formats.megatron import MegatronFormat
 
-    formats: tuple[Format, ...] = (MegatronFormat(), ConsolidatedFormat())
+    formats: tuple[Format, ...] = (MegatronFormat(), ConsolidatedFormat(), ZarrFormat())
     return {fmt.name: fmt for fmt in formats}

@@ -11,14 +11,14 @@ The walk goes over the parameters in *reverse* module order:
 
 ``distrib_optim.pt`` (keys ``buckets_coalesced``) holds the buffer with the padding at bucket
 *ends* taken out; gaps inside a bucket stay. Source: megatron/core/distributed/
-param_and_grad_buffer.py and megatron/core/optimizer/distrib_optimizer.py of core 0.16.1 and, for
-the older rule, of core 0.12 and MegaDLMs.
+param_and_grad_buffer.py and megatron/core/optimizer/distrib_optimizer.py of core 0.16.1, and
+their history for the older variants.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 
@@ -127,14 +127,18 @@ class _Walk:
         return stop
 
 
+CloseBefore = Callable[[_Walk, int], None]
+"""Closes the open bucket before a shared embedding, on a walk with this DP size."""
+
+
 def _close_before_shared(walk: _Walk, dp: int) -> None:
-    """Close the bucket before a shared embedding, by core 0.13 and later."""
+    """Close the bucket where it is."""
     del dp  # the older rule needs it
     walk.pos = walk.close(walk.pos)
 
 
 def _close_before_shared_until_0_12(walk: _Walk, dp: int) -> None:
-    """Close the bucket before a shared embedding, by core 0.8 to 0.12 (and MegaDLMs).
+    """Close the bucket by core 0.8 to 0.12 (and MegaDLMs).
 
     There the position is padded first (so the padding counts as content) but only if the DP size
     doesn't divide it, and it doesn't move to the padded end. Where the two differ the parameter
@@ -150,11 +154,41 @@ def _close_before_shared_until_0_12(walk: _Walk, dp: int) -> None:
         )
 
 
-VARIANTS: Mapping[str, Callable[[_Walk, int], None]] = {
-    "core-0.13": _close_before_shared,
-    "core-0.12": _close_before_shared_until_0_12,
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one range of core releases does.
+
+    ``aligned``: parameters start at multiples of :data:`PARAM_ALIGNMENT`; ``bucket_aligned``: a
+    bucket's end is rounded to :data:`BUCKET_ALIGNMENT` too, not only to the DP size.
+    ``close_before`` None: a shared embedding has no bucket of its own.
+    """
+
+    aligned: bool = True
+    bucket_aligned: bool = True
+    close_before: CloseBefore | None = _close_before_shared
+
+    @property
+    def alignment(self) -> int:
+        """Elements to whose multiple a parameter's start is rounded."""
+        return PARAM_ALIGNMENT if self.aligned else 1
+
+    def divisor(self, dp: int, *, busbw: bool = False) -> int:
+        """Return the number of elements to whose multiple a bucket is padded."""
+        return bucket_divisor(dp, busbw=busbw) if self.bucket_aligned else dp
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "core-0.13": Variant(),
+    "core-0.12": Variant(close_before=_close_before_shared_until_0_12),
+    "core-0.7": Variant(aligned=False),
+    "core-0.6": Variant(aligned=False, bucket_aligned=False),
+    "core-0.5": Variant(aligned=False, bucket_aligned=False, close_before=None),
 }
-"""The historical variants by the last or first core release that has them, newest first."""
+"""The historical variants by a core release that has them, newest first.
+
+core-0.13: since 2025-05. core-0.12: 2024-08 to 2025-05, and MegaDLMs. core-0.7: 2024-05 to
+2024-07. core-0.6: 2024-01 to 2024-05. core-0.5: before.
+"""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -187,6 +221,17 @@ def default_bucket_size(dp: int) -> int:
     return max(FIRST_BUCKET_SIZE, FIRST_BUCKET_SIZE_PER_RANK * dp)
 
 
+def find_variant(name: str) -> Variant:
+    """Return a variant by name.
+
+    Raises:
+        LayoutError: there is none of that name.
+    """
+    if name not in VARIANTS:
+        raise LayoutError(f"layout: must be one of {', '.join(VARIANTS)}, got {name!r}")
+    return VARIANTS[name]
+
+
 def buffer_layout(
     params: Sequence[BufferParam],
     *,
@@ -209,20 +254,20 @@ def buffer_layout(
         LayoutError: unknown variant, ``dp`` below 1, or the variant has no layout for these
             parameters.
     """
-    if variant not in VARIANTS:
-        raise LayoutError(f"layout: must be one of {', '.join(VARIANTS)}, got {variant!r}")
-    walk = _Walk(bucket_divisor(dp, busbw=busbw))
+    rule = find_variant(variant)
+    walk = _Walk(rule.divisor(dp, busbw=busbw))
     starts: list[int] = []
     file_starts: list[int] = []
     for param in reversed(params):
-        walk.pos = round_up(walk.pos, PARAM_ALIGNMENT)
-        if param.shared_embedding and walk.open_params:
-            VARIANTS[variant](walk, dp)
+        walk.pos = round_up(walk.pos, rule.alignment)
+        own_bucket = param.shared_embedding and rule.close_before is not None
+        if own_bucket and walk.open_params and rule.close_before is not None:
+            rule.close_before(walk, dp)
         starts.append(walk.pos)
         file_starts.append(walk.pos - walk.padding)
         end = walk.pos + param.numel
         walk.open_params += 1
-        if param.shared_embedding or cuts.close_after(param, end - walk.bucket_start):
+        if own_bucket or cuts.close_after(param, end - walk.bucket_start):
             walk.pos = walk.close(end)
         else:
             walk.pos = end
@@ -239,7 +284,12 @@ def buffer_layout(
 
 
 def cuts_from_starts(
-    params: Sequence[BufferParam], starts: Sequence[int], *, dp: int, busbw: bool = False
+    params: Sequence[BufferParam],
+    starts: Sequence[int],
+    *,
+    dp: int,
+    variant: str = "core-0.13",
+    busbw: bool = False,
 ) -> Cuts:
     """Find the bucket cuts that show in live starts (module order, elements).
 
@@ -248,15 +298,41 @@ def cuts_from_starts(
     left out. Whether the formula with these cuts gives ``starts`` again is for the caller to
     check.
     """
-    divisor = bucket_divisor(dp, busbw=busbw)
+    rule = find_variant(variant)
+    divisor = rule.divisor(dp, busbw=busbw)
     pairs = list(zip(reversed(params), reversed(starts), strict=True))
     after = set()
     for (before, start), (behind, next_start) in itertools.pairwise(pairs):
         end = start + before.numel
-        if next_start == round_up(end, PARAM_ALIGNMENT):
+        if next_start == round_up(end, rule.alignment):
             continue
-        if next_start == round_up(end, divisor) and not (
-            before.shared_embedding or behind.shared_embedding
-        ):
+        beside = before.shared_embedding or behind.shared_embedding
+        if next_start == round_up(end, divisor) and not (beside and rule.close_before):
             after.add(before.name)
     return Cuts(after=frozenset(after))
+
+
+def layouts_by_size(
+    params: Sequence[BufferParam], *, dp: int, variant: str = "core-0.13", busbw: bool = False
+) -> Iterator[tuple[Cuts, BufferLayout]]:
+    """Yield a layout for every bucket size that gives another one, sizes ascending.
+
+    The pattern of cuts stays until the size exceeds the shortest bucket that it closes.
+
+    >>> params = [BufferParam("a", 10), BufferParam("b", 70)]
+    >>> [(cuts.size, layout.bucket_unpadded) for cuts, layout in layouts_by_size(params, dp=1)]
+    [(1, (70, 10)), (71, (138,))]
+
+    Raises:
+        LayoutError: the variant has no layout for these parameters.
+    """
+    size: int | None = 1
+    known: BufferLayout | None = None
+    while size is not None:
+        cuts = Cuts(size)
+        layout = buffer_layout(params, dp=dp, cuts=cuts, variant=variant, busbw=busbw)
+        if layout != known:
+            yield cuts, layout
+        known = layout
+        closed = [numel for numel in layout.bucket_unpadded if numel >= size]
+        size = min(closed) + 1 if closed else None

@@ -21,10 +21,15 @@ SELF = "sha256"
 MAX_STATE_BYTES = 256 << 20
 
 
-def serialize(document: Mapping[str, object]) -> bytes:
-    """Return the bytes of a document, with its own SHA-256 as the last entry."""
+def sealed(document: Mapping[str, object]) -> dict[str, object]:
+    """Return a document with its own SHA-256 as the last entry."""
     body = {key: value for key, value in document.items() if key != SELF}
-    return _dumps({**body, SELF: sha256(_dumps(body))})
+    return {**body, SELF: sha256(_dumps(body))}
+
+
+def serialize(document: Mapping[str, object]) -> bytes:
+    """Return the bytes of a document, sealed."""
+    return _dumps(sealed(document))
 
 
 def parse(data: bytes, where: str) -> dict[str, object]:
@@ -33,10 +38,30 @@ def parse(data: bytes, where: str) -> dict[str, object]:
     Raises:
         FormatError: they are not what :func:`serialize` wrote, or of a newer version.
     """
+    document = check(parse_json(data, where), where)
+    if serialize(document) != data:
+        raise FormatError(f"{where}: must have the SHA-256 that it states, got changed bytes")
+    return document
+
+
+def parse_json(data: bytes, where: str) -> object:
+    """Parse JSON.
+
+    Raises:
+        FormatError: it is none.
+    """
     try:
-        document = json.loads(data.decode())
+        return json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: must be JSON, got {error}") from error
+
+
+def check(document: object, where: str) -> dict[str, object]:
+    """Return a document of a known version.
+
+    Raises:
+        FormatError: it is none, or of another version.
+    """
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FormatError(f"{where}: format must be {FORMAT!r}, got another")
     version = document.get("format_version")
@@ -45,8 +70,6 @@ def parse(data: bytes, where: str) -> dict[str, object]:
             f"{where}: format_version must be {FORMAT_VERSION}, got {version!r}",
             hint="a newer ckpttools wrote it" if isinstance(version, int) else "",
         )
-    if serialize(document) != data:
-        raise FormatError(f"{where}: must have the SHA-256 that it states, got changed bytes")
     return document
 
 

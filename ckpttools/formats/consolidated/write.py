@@ -15,25 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttools.errors import UsageError
-from ckpttools.formats import Draft, Finish, NewFile, ParamGroup, Patch, Target, Written
-from ckpttools.formats.consolidated.state import (
-    FORMAT,
-    FORMAT_VERSION,
-    STATE_FILE,
-    plain,
-    serialize,
-    sha256,
+from ckpttools.formats import Draft, Finish, NewFile, Patch, Target, Written
+from ckpttools.formats.consolidated.document import (
+    Objects,
+    carried_objects,
+    describe,
+    describe_tensor,
 )
+from ckpttools.formats.consolidated.state import STATE_FILE, serialize, sha256
 from ckpttools.layout.box import Box
 from ckpttools.manifest import WEIGHT, Chunk, Extent, File, Manifest, Part, TensorSpec
-from ckpttools.storage.inert import Inert
 from ckpttools.storage.safetensors_header import build_header
 
 MAX_FILE_BYTES = 5_000_000_000
 """Tensor bytes in one file, as Hugging Face splits; a larger tensor has a file of its own."""
-
-_OBJECTS = ("args", "opt_param_scheduler", "grad_scaler")
-_COUNTERS = ("iteration", "num_floating_point_operations_so_far")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +78,14 @@ def lay_out_directory(source: Manifest, target: Target, root: str) -> Draft:
             extent = Extent(number, volume.offsets[key_of(spec)], spec.size_bytes)
             part = Part(extent, spec.dtype)
             chunks.append(Chunk(index[spec.key], Box.whole(spec.shape), (part,)))
-    objects, carried, lost = _objects(source)
+    objects = carried_objects(source)
     return Draft(
         manifest=Manifest("safetensors", root, tuple(files), tuple(specs), tuple(chunks)),
         patches=tuple(patches),
-        finish=_finisher(source, volumes, objects, carried, lost),
+        finish=_finisher(source, volumes, objects),
         wants_digests=True,
-        carried=tuple(carried),
-        lost=tuple(lost),
+        carried=objects.carried,
+        lost=objects.lost,
     )
 
 
@@ -132,97 +127,23 @@ def _index_files(volumes: Sequence[_Volume]) -> list[NewFile]:
     return files
 
 
-def _objects(source: Manifest) -> tuple[list[NewFile], list[str], list[str]]:
-    """Return files for what is plain, and what is carried and what is not."""
-    files, carried, lost = [], [], []
-    if "param_groups" in source.objects:
-        carried.append("optimizer: parameter groups with their settings, members and step")
-    for key in _COUNTERS:
-        if key in source.objects:
-            carried.append(key)
-    for key in _OBJECTS:
-        value = source.objects.get(key)
-        if value is None:
-            continue
-        table = value.state if isinstance(value, Inert) else value
-        if not isinstance(table, Mapping):
-            lost.append(f"{key}: it is not plain data")
-            continue
-        kept: dict[str, object] = {}
-        for name, setting in table.items():
-            try:
-                kept[str(name)] = plain(setting)
-            except TypeError:
-                lost.append(f"{key}.{name}: it is not plain data")
-        carried.append(f"{key}, in objects/{key}.json")
-        data = (json.dumps(kept, indent=1) + "\n").encode()
-        files.append(NewFile(f"objects/{key}.json", data))
-    per_rank = source.objects.get("per_rank")
-    for key in per_rank if isinstance(per_rank, tuple) else ():
-        lost.append(f"{key}: it belongs to ranks, which whole tensors have not")
-    return files, carried, lost
-
-
 def _finisher(
-    source: Manifest,
-    volumes: Sequence[_Volume],
-    objects: Sequence[NewFile],
-    carried: Sequence[str],
-    lost: Sequence[str],
+    source: Manifest, volumes: Sequence[_Volume], objects: Objects
 ) -> Callable[[Written], Finish]:
     """Return the function that writes ``state.json`` once the digests are known."""
 
     def finish(written: Written) -> Finish:
-        others = [*_index_files(volumes), *objects]
+        others = [*_index_files(volumes), *objects.files]
         document: dict[str, object] = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "source": {
-                "format": source.format,
-                "topology": source.objects.get("topology"),
-            },
-            **{key: source.objects[key] for key in _COUNTERS if key in source.objects},
-            "step": source.objects.get("step"),
-            "param_groups": _groups(source.objects.get("param_groups")),
+            **describe(source, objects),
             "tensors": {
-                key_of(spec): {
-                    "name": spec.name,
-                    "slot": spec.slot,
-                    "dtype": spec.dtype.name,
-                    "shape": list(spec.shape),
-                    "file": volume.path,
-                    "crc32c": f"{written.digests[spec.key]:08x}",
-                }
+                key_of(spec): describe_tensor(spec, volume.path, written)
                 for volume in volumes
                 for spec in volume.specs
             },
             "headers": {v.path: sha256(v.header) for v in volumes},
             "files": {f.path: sha256(f.data) for f in others},
-            "carried": list(carried),
-            "not_carried": list(lost),
         }
         return Finish(new_files=[*others, NewFile(STATE_FILE, serialize(document))])
 
     return finish
-
-
-def _groups(groups: object) -> list[object] | None:
-    """Return parameter groups as plain data; what isn't plain becomes its text."""
-    if not isinstance(groups, tuple):
-        return None
-    result: list[object] = []
-    for group in groups:
-        if isinstance(group, ParamGroup):
-            members = None if group.members is None else list(group.members)
-            result.append({"settings": _settings(group.settings), "params": members})
-    return result
-
-
-def _settings(settings: Mapping[str, object]) -> dict[str, object]:
-    kept: dict[str, object] = {}
-    for name, value in settings.items():
-        try:
-            kept[name] = plain(value)
-        except TypeError:
-            kept[name] = repr(value)
-    return kept

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from ckpttools.errors import FormatError, UnsupportedError, UsageError
 from ckpttools.layout.megatron import default_bucket_size, round_up
+from ckpttools.layout.pipeline import Split
 from ckpttools.storage.inert import Inert, qualified_name
 
 RANK_KEYS = frozenset({"rank", "local_rank"})
@@ -21,14 +22,6 @@ RANK_KEYS = frozenset({"rank", "local_rank"})
 _MUST_BE_OFF = (
     ("expert_model_parallel_size", (1,), "expert parallelism"),
     ("num_experts", (None,), "mixture of experts"),
-    ("virtual_pipeline_model_parallel_size", (None,), "interleaved pipeline stages"),
-    ("decoder_first_pipeline_num_layers", (None,), "uneven pipeline stages"),
-    ("decoder_last_pipeline_num_layers", (None,), "uneven pipeline stages"),
-    ("pipeline_model_parallel_layout", (None,), "a pipeline layout string"),
-    ("account_for_embedding_in_pipeline_split", (False,), "uneven pipeline stages"),
-    ("account_for_loss_in_pipeline_split", (False,), "uneven pipeline stages"),
-    ("num_distributed_optimizer_instances", (1,), "several optimizer instances"),
-    ("overlap_param_gather_with_optimizer_step", (False,), "optimizers chained by the overlap"),
     ("mtp_num_layers", (None, 0), "multi-token prediction layers"),
     ("use_megatron_fsdp", (False,), "Megatron-FSDP"),
     ("heterogeneous_layers_config_path", (None,), "heterogeneous layers"),
@@ -59,11 +52,16 @@ class Run:
     bucket_size: int | None
     decay_qk_layernorm: bool
     rank_order_tp_pp_dp: bool
+    vpp: int
+    split: Split
+    custom_split: bool
+    instances: int
+    chained: bool
 
     @property
     def buffer_ranks(self) -> int:
-        """Ranks that share a dense buffer: data times context parallel."""
-        return self.dp * self.cp
+        """Ranks that share a dense buffer: data times context parallel, within one instance."""
+        return self.dp * self.cp // self.instances
 
     @property
     def facts(self) -> Mapping[str, bool]:
@@ -74,22 +72,27 @@ class Run:
         """Return how many rows Megatron gives a vocabulary of ``rows`` at TP ``tp``."""
         return round_up(rows, self.vocab_divisor * tp)
 
-    def with_topology(self, *, tp: int, pp: int, dp: int) -> Run:
+    def with_topology(self, *, tp: int, pp: int, vpp: int, dp: int) -> Run:
         """Return the same run on another topology.
 
         Raises:
             UsageError: Megatron has no such topology for this model.
         """
-        for name, size in (("tp", tp), ("pp", pp), ("dp", dp)):
+        for name, size in (("tp", tp), ("pp", pp), ("vpp", vpp), ("dp", dp)):
             if size < 1:
                 raise UsageError(f"--{name}: must be at least 1, got {size}")
         if self.num_attention_heads % tp:
             raise UsageError(
                 f"--tp: must divide the {self.num_attention_heads} attention heads, got {tp}"
             )
-        if self.num_layers % pp:
-            raise UsageError(f"--pp: must divide the {self.num_layers} layers, got {pp}")
-        return replace(self, tp=tp, pp=pp, dp=dp)
+        if vpp > 1 and pp == 1:
+            raise UsageError(f"--vpp: needs more than one pipeline stage, got {vpp}")
+        if dp * self.cp % self.instances:
+            raise UsageError(
+                f"--dp: DP x CP must divide over {self.instances} optimizer instances, got "
+                f"{dp * self.cp}"
+            )
+        return replace(self, tp=tp, pp=pp, vpp=vpp, dp=dp)
 
     def global_rank(self, tp: int, pp: int) -> int:
         """Return the global rank of data-parallel rank zero of (tp, pp)."""
@@ -151,6 +154,11 @@ def read_run(settings: Mapping[str, object], where: str) -> Run:
         bucket_size=_bucket_size(reader, dp * cp),
         decay_qk_layernorm=_decay_qk_layernorm(reader),
         rank_order_tp_pp_dp=reader.flag("use_tp_pp_dp_mapping", default=False),
+        vpp=reader.size("virtual_pipeline_model_parallel_size", 1),
+        split=_split(reader),
+        custom_split=settings.get("pipeline_model_parallel_layout") is not None,
+        instances=_instances(reader, dp * cp),
+        chained=reader.flag("overlap_param_gather_with_optimizer_step", default=False),
     )
 
 
@@ -173,8 +181,11 @@ def check_same_run(settings: Mapping[str, object], first: Mapping[str, object], 
 def rewrite(args: Inert, run: Run, *, tp: int, pp: int, padded_vocab_size: int | None) -> Inert:
     """Return ``args`` as they are for rank (tp, pp) of ``run``; the order of keys stays.
 
-    Settings that the source doesn't have are not added.
+    Settings that the source doesn't have are not added, and those that only say in another way
+    how stages are cut (``num_layers_per_virtual_pipeline_stage`` and its like) are filled where
+    the source has filled them.
     """
+    state = settings_of(args, "args")
     rank = run.global_rank(tp, pp)
     world_size = run.tp * run.pp * run.dp * run.cp
     changes: dict[str, object] = {
@@ -188,9 +199,58 @@ def rewrite(args: Inert, run: Run, *, tp: int, pp: int, padded_vocab_size: int |
     }
     if padded_vocab_size is not None:
         changes["padded_vocab_size"] = padded_vocab_size
-    state = dict(settings_of(args, "args"))
+    changes |= _pipeline_changes(state, run)
     state.update({key: value for key, value in changes.items() if key in state})
     return replace(args, state=state)
+
+
+def _pipeline_changes(state: Mapping[str, object], run: Run) -> dict[str, object]:
+    """Return the settings that say how layers are cut over stages."""
+    changes: dict[str, object] = {
+        "virtual_pipeline_model_parallel_size": run.vpp if run.vpp > 1 else None,
+        "decoder_first_pipeline_num_layers": run.split.first,
+        "decoder_last_pipeline_num_layers": run.split.last,
+        "account_for_embedding_in_pipeline_split": run.split.embedding,
+        "account_for_loss_in_pipeline_split": run.split.loss,
+    }
+    if not run.custom_split:
+        changes["pipeline_model_parallel_layout"] = None
+    # Megatron takes one of the two, the first only where all chunks are of one size; embedding
+    # and loss are part of it where they count as layers.
+    by_size = state.get("num_layers_per_virtual_pipeline_stage") is not None
+    if by_size or state.get("num_virtual_stages_per_pipeline_rank") is not None:
+        counted = run.num_layers + run.split.embedding + run.split.loss
+        by_size = by_size and not run.custom_split and not run.split.uneven
+        chunk, number = counted // (run.pp * run.vpp), run.vpp
+        interleaved = run.vpp > 1
+        changes["num_layers_per_virtual_pipeline_stage"] = (
+            chunk if interleaved and by_size else None
+        )
+        changes["num_virtual_stages_per_pipeline_rank"] = (
+            number if interleaved and not by_size else None
+        )
+    return changes
+
+
+def _split(reader: _Settings) -> Split:
+    """Return how the arguments cut layers over stages."""
+    return Split(
+        first=reader.optional_size("decoder_first_pipeline_num_layers"),
+        last=reader.optional_size("decoder_last_pipeline_num_layers"),
+        embedding=reader.flag("account_for_embedding_in_pipeline_split", default=False),
+        loss=reader.flag("account_for_loss_in_pipeline_split", default=False),
+    )
+
+
+def _instances(reader: _Settings, ranks: int) -> int:
+    """Return the number of optimizer instances, which share the ranks evenly."""
+    instances = reader.size("num_distributed_optimizer_instances", 1)
+    if ranks % instances:
+        raise FormatError(
+            f"{reader.where}: args.num_distributed_optimizer_instances must divide DP x CP = "
+            f"{ranks}, got {instances}"
+        )
+    return instances
 
 
 def _bucket_size(reader: _Settings, ranks: int) -> int | None:
@@ -221,6 +281,8 @@ class _Settings:
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive number."""
         value = self.settings.get(key, default)
+        if value is None:
+            value = default
         if type(value) is not int or value < 1:
             raise FormatError(f"{self.where}: args.{key} must be a size, got {value!r}")
         return value

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckpttools.formats.megatron.arguments import Run
-from ckpttools.formats.megatron.state import MegatronState, ParamInfo
+from ckpttools.formats.megatron.groups import Settings
+from ckpttools.formats.megatron.state import MegatronState, ParamInfo, optimizer_chunks
 
 RNG = "rng_state"
 OPTIMIZER = "optimizer"
@@ -33,15 +34,39 @@ def survives(key: str, value: object, state: MegatronState, run: Run) -> bool:
     return same_ranks and not (per_dp_rank and run.dp != state.run.dp)
 
 
-def rewrite(key: str, value: object, state: MegatronState, stage: Sequence[ParamInfo]) -> object:
-    """Return an entry as a stage's file has it: ``optimizer`` lists the groups of the stage."""
-    if key != OPTIMIZER or not isinstance(value, Mapping) or state.groups is None:
+def optimizer(
+    value: object,
+    state: MegatronState,
+    run: Run,
+    chunks: Sequence[Sequence[ParamInfo]],
+    *,
+    same_chunks: bool,
+) -> object:
+    """Return the ``optimizer`` entry of a stage with these model chunks.
+
+    It has the parameter groups of each chained optimizer; the rest stays as it is. A stage that
+    keeps its chunks keeps the groups that it lists, so that nothing must be known of members.
+    """
+    if state.groups is None or (same_chunks and not state.groups.by_key):
         return value
-    groups = state.groups.for_stage([info.group_param for info in stage])
-    inner = value["optimizer"]
+    known = value if isinstance(value, list) else [value]
+    owners = optimizer_chunks(run)
+    entries = []
+    for i, owned in enumerate(owners):
+        params = [info.group_param for v in owned for info in chunks[v]]
+        outer = known[min(i, len(known) - 1)]
+        entries.append(_with_groups(outer, state.groups.for_stage(params)))
+    return entries if len(owners) > 1 else entries[0]
+
+
+def _with_groups(outer: object, groups: list[Settings]) -> object:
+    """Return one optimizer's entry with these groups."""
+    if not isinstance(outer, Mapping):
+        return outer
+    inner = outer["optimizer"]
     return {
         key: {**inner, "param_groups": groups} if key == "optimizer" else other
-        for key, other in value.items()
+        for key, other in outer.items()
     }
 
 

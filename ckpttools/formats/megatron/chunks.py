@@ -6,6 +6,7 @@ boxes of the rank's tensor, one per sub-block → boxes of the whole tensor.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,10 +16,17 @@ from ckpttools.errors import FormatError
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.directory import IterationDirectory
 from ckpttools.formats.megatron.ranks import RankFiles
-from ckpttools.formats.megatron.state import MegatronState, ParamInfo, RankId
+from ckpttools.formats.megatron.saved_buffers import SavedBuffer
+from ckpttools.formats.megatron.state import (
+    ChunkId,
+    MegatronState,
+    ParamInfo,
+    RankId,
+    optimizer_chunks,
+)
 from ckpttools.layout.blocks import shard_boxes
 from ckpttools.layout.box import Box, row_major_strides
-from ckpttools.layout.megatron import BufferParam
+from ckpttools.layout.megatron import BufferLayout, BufferParam
 from ckpttools.manifest import MASTER, WEIGHT, Chunk, Extent, File, Manifest, Part, TensorSpec
 
 PER_RANK = ("rng_state", "rerun_state_machine")
@@ -134,31 +142,71 @@ def _saved_places(
 ) -> Iterator[tuple[ParamInfo, str, Place]]:
     """Yield where each parameter's weight and slots lie in the files of a rank."""
     model = builder.add_file(files.model_path, files.model_file.path.stat().st_size)
-    by_name = {info.name: info for info in state.stages[p]}
-    for info, tensor in zip(state.stages[p], files.params().values(), strict=True):
-        start, _ = files.model_file.payload(tensor.storage)
-        offset = start + tensor.offset * tensor.dtype.itemsize
-        yield info, WEIGHT, Place(model, offset, tensor.dtype, tensor.strides)
+    for v in range(state.pipeline.vpp):
+        for info, tensor in zip(state.chunks[p, v], files.params(v).values(), strict=True):
+            start, _ = files.model_file.payload(tensor.storage)
+            offset = start + tensor.offset * tensor.dtype.itemsize
+            yield info, WEIGHT, Place(model, offset, tensor.dtype, tensor.strides)
     if files.optimizer_file is None:
         return
     optimizer = builder.add_file(files.optimizer_path, files.optimizer_file.path.stat().st_size)
-    for buffer in files.buffers:
-        _, layout = state.buffers[t, p, buffer.param_dtype]
-        for key, flat in buffer.tensors.items():
-            start, _ = files.optimizer_file.extent(flat)
-            for param, file_start in zip(layout.params, layout.file_starts, strict=True):
-                info = by_name[param.name]
-                shape = local_shape_of(info, state.run.tp)
-                yield (
-                    info,
-                    MASTER if key == "param" else key,
-                    Place(
-                        optimizer,
-                        start + file_start * flat.dtype.itemsize,
-                        flat.dtype,
-                        row_major_strides(shape),
-                    ),
-                )
+    for (v, kind), buffer in saved_buffers(files, state.run, state.chunks).items():
+        _, layout = state.buffers[t, p, v, kind]
+        infos = {info.name: info for info in state.chunks[p, v]}
+        for key, pieces in buffer.tensors.items():
+            starts = [files.optimizer_file.extent(piece)[0] for piece in pieces]
+            for number, param in enumerate(layout.params):
+                piece, element = saved_element(layout, number, buffer.version)
+                itemsize = pieces[piece].dtype.itemsize
+                info = infos[param.name]
+                strides = row_major_strides(local_shape_of(info, state.run.tp))
+                offset = starts[piece] + element * itemsize
+                slot = MASTER if key == "param" else key
+                yield info, slot, Place(optimizer, offset, pieces[piece].dtype, strides)
+
+
+def saved_buffers(
+    files: RankFiles, run: Run, chunks: Mapping[ChunkId, tuple[ParamInfo, ...]]
+) -> dict[tuple[int, str], SavedBuffer]:
+    """Return the saved buffers of a rank by model chunk and parameter dtype.
+
+    A file numbers buffers chunk by chunk, in each chunk by dtype in first-seen order, within each
+    chained optimizer.
+
+    Raises:
+        FormatError: the file's buffers are not those that the weights make.
+    """
+    found: dict[tuple[int, str], SavedBuffer] = {}
+    owners = optimizer_chunks(run)
+    if len(files.optimizers) != len(owners):
+        raise FormatError(
+            f"{files.where_optimizer}: must have {len(owners)} optimizers, as the arguments say, "
+            f"got {len(files.optimizers)}"
+        )
+    for optimizer, owned in zip(files.optimizers, owners, strict=True):
+        kinds = [(v, k) for v in owned for k in dict.fromkeys(i.dtype for i in chunks[files.pp, v])]
+        saved = [buffer.param_dtype for buffer in optimizer.buffers]
+        expected = [kind for _, kind in kinds]
+        if len(saved) != len(expected) or any(
+            s not in (None, e) for s, e in zip(saved, expected, strict=True)
+        ):
+            raise FormatError(
+                f"{files.where_optimizer}: buffers must be of {expected} in this order, as the "
+                f"weights are, got {saved}"
+            )
+        found |= dict(zip(kinds, optimizer.buffers, strict=True))
+    return found
+
+
+def saved_element(layout: BufferLayout, number: int, version: str) -> tuple[int, int]:
+    """Return in which stored piece of a buffer a parameter lies, and at which element of it."""
+    if version == "v2":
+        return 0, layout.file_starts[number]
+    start = layout.starts[number]
+    if version == "v0":
+        return 0, start
+    bucket = bisect_right(layout.bucket_starts, start) - 1
+    return bucket, start - layout.bucket_starts[bucket]
 
 
 def local_shape_of(info: ParamInfo, tp_size: int) -> tuple[int, ...]:
@@ -193,10 +241,11 @@ def _is_dense(lengths: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def describe(state: MegatronState) -> dict[str, object]:
     """Return the objects of a Manifest: what every format understands, and ``megatron``."""
-    run, groups = state.run, state.groups
+    groups = state.groups
     objects: dict[str, object] = {
-        "topology": {"tp": run.tp, "pp": run.pp, "dp": run.dp, "cp": run.cp},
+        "topology": _topology(state),
         "layout": state.layouts,
+        "layers": str(state.pipeline),
         "buckets": f"from {state.cuts_from}",
     }
     tree = state.trees[0, 0]
@@ -209,8 +258,16 @@ def describe(state: MegatronState) -> dict[str, object]:
         objects["param_groups"] = groups.by_name(params)
     objects["args"] = state.args[0, 0]
     objects["per_rank"] = tuple(key for key in PER_RANK if key in tree)
-    inner = tree.get("optimizer")
+    outer = tree.get("optimizer")
+    inner = outer[0] if isinstance(outer, list) and outer else outer
     if isinstance(inner, Mapping) and "grad_scaler" in inner:
         objects["grad_scaler"] = inner["grad_scaler"]
     objects["megatron"] = state
     return objects
+
+
+def _topology(state: MegatronState) -> dict[str, int]:
+    """Return the sizes of the parallel dimensions."""
+    run = state.run
+    sizes = {"tp": run.tp, "pp": run.pp, "dp": run.dp, "cp": run.cp}
+    return sizes | ({"vpp": run.vpp} if run.vpp > 1 else {})

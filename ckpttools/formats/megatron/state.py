@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.groups import GroupParam, Groups
 from ckpttools.layout.megatron import BufferLayout, Cuts
+from ckpttools.layout.pipeline import Pipeline
 from ckpttools.layout.rules import Rule, Rules
-from ckpttools.storage.inert import Inert, InertType
+from ckpttools.storage.inert import Inert
 
 RankId = tuple[int, int]
 """Tensor rank and pipeline rank."""
 
-Buffers = Mapping[tuple[int, int, str], tuple[Cuts, BufferLayout]]
-"""By tensor rank, pipeline rank and parameter dtype: the cuts taken and the geometry."""
+ChunkId = tuple[int, int]
+"""Pipeline stage and model chunk in it."""
+
+BufferId = tuple[int, int, int, str]
+"""Tensor rank, pipeline rank, model chunk and parameter dtype."""
+
+Buffers = Mapping[BufferId, tuple[Cuts, BufferLayout]]
+"""For each buffer the cuts taken and the geometry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +61,25 @@ class ParamInfo:
 class MegatronState:
     """Everything that a Megatron writer needs beside the tensors.
 
-    ``stages`` are the parameters of each stage in module order. ``entries`` are the names of all
-    entries of ``model`` with global layer numbers, in module order, ``_extra_state`` among them;
-    ``modules`` those of its ``_metadata``. ``trees`` are the rank files' top-level dicts, with
-    None in place of ``model``.
+    ``chunks`` are the parameters of each model chunk in module order. ``entries`` are the names
+    of all entries of ``model`` with global layer numbers, in module order, ``_extra_state`` among
+    them; ``modules`` those of its ``_metadata``. ``trees`` are the rank files' top-level dicts,
+    with None in place of the model.
     """
 
     iteration_name: str
     layouts: tuple[str, ...]
+    version: str
     run: Run
+    pipeline: Pipeline
     rules: Rules
-    stages: tuple[tuple[ParamInfo, ...], ...]
+    chunks: Mapping[ChunkId, tuple[ParamInfo, ...]]
     entries: tuple[str, ...]
     modules: Mapping[str, object] | None
     trees: Mapping[RankId, Mapping[str, object]]
     args: Mapping[RankId, Inert]
     groups: Groups | None
-    buffer_keys: Mapping[str, tuple[InertType, InertType]]
+    buffer_keys: Mapping[str, object]
     slots: tuple[str, ...]
     buffers: Buffers
     cuts_from: str
@@ -78,5 +87,17 @@ class MegatronState:
 
     @property
     def params(self) -> tuple[ParamInfo, ...]:
-        """The parameters of all stages, a tied copy included."""
-        return tuple(info for stage in self.stages for info in stage)
+        """The parameters of the whole model in module order, a tied copy included."""
+        order = self.pipeline.in_layer_order()
+        return tuple(info for chunk in order for info in self.chunks[chunk])
+
+
+def optimizer_chunks(run: Run) -> tuple[range, ...]:
+    """Return which model chunks each chained optimizer of a rank has.
+
+    Megatron makes two optimizers where the parameter gather overlaps with the step: one for chunk
+    0, whose parameters are needed first, and one for the rest.
+    """
+    if run.chained and run.vpp > 1:
+        return range(1), range(1, run.vpp)
+    return (range(run.vpp),)

@@ -88,3 +88,14 @@ def entry(tree: Mapping[str, object], key: str, kind: type[T], where: str) -> T:
             f"{'none' if value is None else type(value).__name__}"
         )
     return value
+
+
+def as_tree(tree: object, where: str) -> dict[str, object]:
+    """Return a dict whose keys are names.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        raise FormatError(f"{where}: must hold a dict with names, got {type(tree).__name__}")
+    return {str(key): value for key, value in tree.items()}

@@ -25,19 +25,23 @@ from ckpttools.formats.megatron.chunks import (
     buffer_param,
     describe,
     local_shape_of,
-    rank_boxes,
 )
 from ckpttools.formats.megatron.directory import MODEL_FILE, OPTIMIZER_FILE, TRACKER, rank_name
 from ckpttools.formats.megatron.names import to_local
-from ckpttools.formats.megatron.state import Buffers, MegatronState, ParamInfo
+from ckpttools.formats.megatron.state import (
+    BufferId,
+    Buffers,
+    MegatronState,
+    ParamInfo,
+    optimizer_chunks,
+)
+from ckpttools.formats.megatron.target import deal, target_entries, target_run
 from ckpttools.layout.box import row_major_strides
 from ckpttools.layout.megatron import BufferLayout, Cuts, buffer_layout
+from ckpttools.layout.pipeline import Pipeline
 from ckpttools.manifest import MASTER, WEIGHT, Extent, Manifest
 from ckpttools.storage.torchzip import StorageRef, TensorRef
 from ckpttools.storage.torchzip_writer import TorchDraft, lay_out_torch_file, seal
-
-OUTPUT_WEIGHT = "output_layer.weight"
-OUTPUT_EXTRA_STATE = "output_layer._extra_state"
 
 
 def lay_out_checkpoint(source: Manifest, target: Target, root: str) -> Draft:
@@ -51,27 +55,8 @@ def lay_out_checkpoint(source: Manifest, target: Target, root: str) -> Draft:
         raise UsageError(
             f"--to megatron: needs a source with Megatron's arguments, got format {source.format}"
         )
-    writer = _Writer(source, state, _target_run(state, target), target)
-    return writer.draft(root)
-
-
-def _target_run(state: MegatronState, target: Target) -> Run:
-    """Return the run on the target topology.
-
-    Raises:
-        UsageError: Megatron has no such topology, or the sizes contradict each other.
-    """
-    run = state.run
-    tp = run.tp if target.tp is None else target.tp
-    pp = run.pp if target.pp is None else target.pp
-    dp = run.dp if target.dp is None else target.dp
-    if target.world is not None:
-        dp, rest = divmod(target.world, tp * pp * run.cp)
-        if rest or not dp or target.dp not in (None, dp):
-            raise UsageError(
-                f"--world: must be TP {tp} x PP {pp} x CP {run.cp} x DP, got {target.world}"
-            )
-    return run.with_topology(tp=tp, pp=pp, dp=dp)
+    run, pipeline = target_run(state, target)
+    return _Writer(source, state, run, pipeline, target).draft(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +76,28 @@ class _File:
 class _Writer:
     """One lay-out; the steps of the module docstring."""
 
-    def __init__(self, source: Manifest, state: MegatronState, run: Run, target: Target) -> None:
-        self.source, self.state, self.run = source, state, run
-        self.same_model_parallel = (run.tp, run.pp) == (state.run.tp, state.run.pp)
+    def __init__(
+        self,
+        source: Manifest,
+        state: MegatronState,
+        run: Run,
+        pipeline: Pipeline,
+        target: Target,
+    ) -> None:
+        self.source, self.state, self.run, self.pipeline = source, state, run, pipeline
+        self.same_ranks = (run.tp, run.pp) == (state.run.tp, state.run.pp)
+        self.same_chunks = self.same_ranks and pipeline == state.pipeline
         self.notes: list[str] = []
-        self.entries = _target_entries(state, run)
-        self.stages = self._deal()
+        self.entries = target_entries(state, run)
+        self.chunks = deal(state, run, pipeline, self.entries)
         self.buffers = self._lay_out_buffers(target)
         self.padded = next(
-            (info.shape[0] for stage in self.stages for info in stage if info.rule.vocabulary),
+            (
+                info.shape[0]
+                for chunk in self.chunks.values()
+                for info in chunk
+                if info.rule.vocabulary
+            ),
             None,
         )
 
@@ -140,46 +138,6 @@ class _Writer:
             notes=tuple(self.notes),
         )
 
-    def _deal(self) -> tuple[tuple[ParamInfo, ...], ...]:
-        """Return the parameters of each stage, with the target's shapes, in module order."""
-        infos = {info.name: info for info in self.state.params}
-        stages: list[tuple[ParamInfo, ...]] = []
-        layers = self.run.num_layers // self.run.pp
-        for p in range(self.run.pp):
-            names = [
-                name
-                for name in self.entries
-                if to_local(name, stage=p, stages=self.run.pp, layers=layers) is not None
-                and (name in infos or name == OUTPUT_WEIGHT)
-            ]
-            stages.append(tuple(self._resize(self._info(infos, name)) for name in names))
-        return tuple(stages)
-
-    def _info(self, infos: Mapping[str, ParamInfo], name: str) -> ParamInfo:
-        """Return a parameter; a tied output layer that the source lacks follows its embedding."""
-        if name in infos:
-            return infos[name]
-        rule = self.state.rules.find(name, self.run.facts)
-        return replace(infos[rule.tied_to], name=name, rule=rule)
-
-    def _resize(self, info: ParamInfo) -> ParamInfo:
-        """Pad a vocabulary by the target's rule, and check that the target can cut the shape."""
-        if info.rule.vocabulary:
-            rows = info.shape[0]
-            if info.vocab_rows is not None:
-                rows = self.run.padded_rows(info.vocab_rows, self.run.tp)
-            elif rows % self.run.tp:
-                raise UsageError(
-                    f"{info.name}: its {rows} rows must divide over TP, got {self.run.tp}",
-                    hint="give the true number of rows with --vocab-size",
-                )
-            info = replace(info, shape=(rows, *info.shape[1:]))
-        try:
-            rank_boxes(info, 0, self.run.tp)
-        except LayoutError as error:
-            raise UsageError(f"--tp {self.run.tp}: {info.name}: {error}") from error
-        return info
-
     def _lay_out_buffers(self, target: Target) -> Buffers:
         """Lay out every buffer under the source's variants, which must agree here too."""
         names = self.state.layouts
@@ -205,12 +163,12 @@ class _Writer:
         return first
 
     def _buffers_of(self, variant: str, target: Target) -> Buffers:
-        buffers: dict[tuple[int, int, str], tuple[Cuts, BufferLayout]] = {}
-        for p, stage in enumerate(self.stages):
-            for kind in dict.fromkeys(info.dtype for info in stage):
-                params = [buffer_param(info, self.run) for info in stage if info.dtype == kind]
+        buffers: dict[BufferId, tuple[Cuts, BufferLayout]] = {}
+        for (p, v), chunk in self.chunks.items():
+            for kind in dict.fromkeys(info.dtype for info in chunk):
+                params = [buffer_param(info, self.run) for info in chunk if info.dtype == kind]
                 for t in range(self.run.tp):
-                    cuts = self._cuts(target, t, p, kind)
+                    cuts = self._cuts(target, t, p, v, kind)
                     layout = buffer_layout(
                         params,
                         dp=self.run.buffer_ranks,
@@ -218,63 +176,60 @@ class _Writer:
                         variant=variant,
                         busbw=self.run.busbw,
                     )
-                    buffers[t, p, kind] = cuts, layout
+                    buffers[t, p, v, kind] = cuts, layout
         return buffers
 
-    def _cuts(self, target: Target, t: int, p: int, kind: str) -> Cuts:
+    def _cuts(self, target: Target, t: int, p: int, v: int, kind: str) -> Cuts:
         """Return where buckets close: as named, else as in the source, else nowhere.
 
-        Megatron has buckets on the first stage only.
+        Megatron has buckets in the first chunk of the first stage only, and nowhere where the
+        parameter gather overlaps with the step.
         """
         if target.bucket_size == "none":
             return Cuts()
         if target.bucket_size is not None:
-            return Cuts(target.bucket_size if p == 0 else None)
-        if self.same_model_parallel:
-            return self.state.buffers[t, p, kind][0]
+            first = (p, v) == (0, 0) and not self.run.chained
+            return Cuts(target.bucket_size if first else None)
+        if self.same_chunks:
+            return self.state.buffers[t, p, v, kind][0]
         return Cuts()
 
     def _rank(self, builder: ManifestBuilder, t: int, p: int) -> list[_File]:
         """Lay out the files of one rank and add their chunks."""
         directory = f"{self.state.iteration_name}/{rank_name(t, p, self.run.pp)}"
         storages = {
-            kind: StorageRef(dtype(kind), layout.numel, location=self._location(p, kind))
-            for (rank_t, rank_p, kind), (_, layout) in self.buffers.items()
+            (v, kind): StorageRef(dtype(kind), layout.numel, location=self._location(p, v, kind))
+            for (rank_t, rank_p, v, kind), (_, layout) in self.buffers.items()
             if (rank_t, rank_p) == (t, p)
         }
-        tree = self._model_tree(storages, t, p)
-        file = self._file(builder, f"{directory}/{MODEL_FILE}", tree)
-        for info in self.stages[p]:
-            tensor = self._weight(info, storages, t, p)
-            offset = file.offset(tensor.storage) + tensor.offset * tensor.dtype.itemsize
-            place = Place(file.index, offset, tensor.dtype, tensor.strides)
-            builder.add(info, WEIGHT, place, tp=t, tp_size=self.run.tp)
+        file = self._file(builder, f"{directory}/{MODEL_FILE}", self._model_tree(storages, t, p))
+        for v in range(self.run.vpp):
+            for info in self.chunks[p, v]:
+                tensor = self._weight(info, storages, t, p, v)
+                offset = file.offset(tensor.storage) + tensor.offset * tensor.dtype.itemsize
+                place = Place(file.index, offset, tensor.dtype, tensor.strides)
+                builder.add(info, WEIGHT, place, tp=t, tp_size=self.run.tp)
         if not self.state.buffer_keys:
             return [file]
         return [file, self._optimizer(builder, directory, t, p)]
 
     def _optimizer(self, builder: ManifestBuilder, directory: str, t: int, p: int) -> _File:
         """Lay out ``distrib_optim.pt`` of one rank."""
-        tree: dict[object, object] = {"buckets_coalesced": True}
-        flats: list[tuple[str, str, StorageRef]] = []
-        kinds = list(dict.fromkeys(info.dtype for info in self.stages[p]))
-        for i, kind in enumerate(kinds):
-            _, layout = self.buffers[t, p, kind]
-            inner: dict[str, object] = {}
-            for slot in self.state.slots:
-                spec = self._slot_dtype(slot)
-                storage = StorageRef(
-                    dtype(spec), layout.numel_unpadded, location=self.state.optimizer_location
-                )
-                key = "param" if slot == MASTER else slot
-                inner[key] = TensorRef(storage, 0, (layout.numel_unpadded,), (1,))
-                flats.append((kind, slot, storage))
-            inner["numel_unpadded"] = layout.numel_unpadded
-            tree[i] = {self.state.buffer_keys[kind]: inner}
-        file = self._file(builder, f"{directory}/{OPTIMIZER_FILE}", tree)
-        infos = {info.name: info for info in self.stages[p]}
-        for kind, slot, storage in flats:
-            _, layout = self.buffers[t, p, kind]
+        flats: list[tuple[int, str, str, StorageRef]] = []
+        trees: list[object] = []
+        for owned in optimizer_chunks(self.run):
+            tree: dict[object, object] = {"buckets_coalesced": True}
+            trees.append(tree)
+            for v in owned:
+                for kind in dict.fromkeys(info.dtype for info in self.chunks[p, v]):
+                    storages = self._flat_storages(t, p, v, kind)
+                    flats += [(v, kind, slot, storage) for slot, storage in storages.items()]
+                    tree[len(tree) - 1] = {self.state.buffer_keys[kind]: _flat_tree(storages)}
+        whole = trees if len(trees) > 1 else trees[0]
+        file = self._file(builder, f"{directory}/{OPTIMIZER_FILE}", whole)
+        for v, kind, slot, storage in flats:
+            infos = {info.name: info for info in self.chunks[p, v]}
+            _, layout = self.buffers[t, p, v, kind]
             for param, start in zip(layout.params, layout.file_starts, strict=True):
                 info = infos[param.name]
                 strides = row_major_strides(local_shape_of(info, self.run.tp))
@@ -283,11 +238,18 @@ class _Writer:
                 builder.add(info, slot, place, tp=t, tp_size=self.run.tp)
         return file
 
-    def _slot_dtype(self, slot: str) -> str:
-        return next(spec.dtype.name for spec in self.source.tensors if spec.slot == slot)
+    def _flat_storages(self, t: int, p: int, v: int, kind: str) -> dict[str, StorageRef]:
+        """Return a storage for each slot of one buffer."""
+        _, layout = self.buffers[t, p, v, kind]
+        dtypes = {spec.slot: spec.dtype for spec in self.source.tensors}
+        place = self.state.optimizer_location
+        return {
+            slot: StorageRef(dtypes[slot], layout.numel_unpadded, location=place)
+            for slot in self.state.slots
+        }
 
-    def _location(self, p: int, kind: str) -> str:
-        return next(info.location for info in self.stages[p] if info.dtype == kind)
+    def _location(self, p: int, v: int, kind: str) -> str:
+        return next(info.location for info in self.chunks[p, v] if info.dtype == kind)
 
     def _file(self, builder: ManifestBuilder, path: str, tree: object) -> _File:
         """Pickle a tree and add its file."""
@@ -296,47 +258,66 @@ class _Writer:
         return _File(builder.add_file(path, draft.size), draft)
 
     def _weight(
-        self, info: ParamInfo, storages: Mapping[str, StorageRef], t: int, p: int
+        self,
+        info: ParamInfo,
+        storages: Mapping[tuple[int, str], StorageRef],
+        t: int,
+        p: int,
+        v: int,
     ) -> TensorRef:
         """Return a rank's weight as a view of its buffer."""
-        _, layout = self.buffers[t, p, info.dtype]
+        _, layout = self.buffers[t, p, v, info.dtype]
         index = [param.name for param in layout.params].index(info.name)
         shape = local_shape_of(info, self.run.tp)
         return TensorRef(
-            storages[info.dtype],
+            storages[v, info.dtype],
             layout.starts[index],
             shape,
             row_major_strides(shape),
             requires_grad=info.requires_grad,
         )
 
-    def _model_tree(self, storages: Mapping[str, StorageRef], t: int, p: int) -> object:
-        """Return the top-level dict of ``model_optim_rng.pt``."""
-        layers = self.run.num_layers // self.run.pp
-        infos = {info.name: info for info in self.stages[p]}
+    def _model(
+        self, storages: Mapping[tuple[int, str], StorageRef], t: int, p: int, v: int
+    ) -> OrderedDict[str, object]:
+        """Return one model chunk's state dict."""
+        infos = {info.name: info for info in self.chunks[p, v]}
         model: OrderedDict[str, object] = OrderedDict()
         for name in self.entries:
-            local = to_local(name, stage=p, stages=self.run.pp, layers=layers)
+            local = to_local(name, self.pipeline, p, v)
             if local is not None:
                 info = infos.get(name)
-                model[local] = self._weight(info, storages, t, p) if info else None
+                model[local] = self._weight(info, storages, t, p, v) if info else None
         if self.state.modules is not None:
             metadata: OrderedDict[str, object] = OrderedDict()
             for name, value in self.state.modules.items():
-                local = to_local(name, stage=p, stages=self.run.pp, layers=layers)
+                local = to_local(name, self.pipeline, p, v)
                 if local is not None:
                     metadata[local] = value
             vars(model)["_metadata"] = metadata
-        rank = (t, p) if self.same_model_parallel else (0, 0)
+        return model
+
+    def _model_tree(
+        self, storages: Mapping[tuple[int, str], StorageRef], t: int, p: int
+    ) -> dict[str, object]:
+        """Return the top-level dict of ``model_optim_rng.pt``."""
+        rank = (t, p) if self.same_ranks else (0, 0)
         tree: dict[str, object] = {}
         for key, value in self.state.trees[rank].items():
             if key == "args":
                 args = self.state.args[rank]
                 tree[key] = rewrite(args, self.run, tp=t, pp=p, padded_vocab_size=self.padded)
             elif key == "model":
-                tree[key] = model
+                for v in range(self.run.vpp):
+                    name = "model" if self.run.vpp == 1 else f"model{v}"
+                    tree[name] = self._model(storages, t, p, v)
+            elif key == carry.OPTIMIZER and self.state.slots:
+                chunks = [self.chunks[p, v] for v in range(self.run.vpp)]
+                tree[key] = carry.optimizer(
+                    value, self.state, self.run, chunks, same_chunks=self.same_chunks
+                )
             elif carry.survives(key, value, self.state, self.run):
-                tree[key] = carry.rewrite(key, value, self.state, self.stages[p])
+                tree[key] = value
         return tree
 
     def _target_state(self) -> MegatronState:
@@ -344,26 +325,22 @@ class _Writer:
         return replace(
             self.state,
             run=self.run,
-            stages=self.stages,
+            version="v2",
+            pipeline=self.pipeline,
+            chunks=self.chunks,
             entries=self.entries,
             buffers=self.buffers,
         )
 
 
-def _target_entries(state: MegatronState, run: Run) -> tuple[str, ...]:
-    """Return the entries of ``model`` over all stages of the target.
-
-    A tied output layer has a weight of its own, before its extra state, only where input and
-    output lie on different stages.
-    """
-    if not run.tied:
-        return state.entries
-    entries = [name for name in state.entries if name != OUTPUT_WEIGHT]
-    if run.pp > 1:
-        known = OUTPUT_EXTRA_STATE in entries
-        place = entries.index(OUTPUT_EXTRA_STATE) if known else len(entries)
-        entries.insert(place, OUTPUT_WEIGHT)
-    return tuple(entries)
+def _flat_tree(storages: Mapping[str, StorageRef]) -> dict[str, object]:
+    """Return one buffer's dict: a flat tensor for each slot, and their length."""
+    tree: dict[str, object] = {}
+    numel = 0
+    for slot, storage in storages.items():
+        numel = storage.numel
+        tree["param" if slot == MASTER else slot] = TensorRef(storage, 0, (numel,), (1,))
+    return {**tree, "numel_unpadded": numel}
 
 
 def _finisher(files: Sequence[_File]) -> Callable[[Written], Finish]:

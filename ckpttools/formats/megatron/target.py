@@ -1,0 +1,115 @@
+"""What does a run look like on the target topology? Sizes, layers on stages, and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ckpttools.errors import LayoutError, UsageError
+from ckpttools.formats import Target
+from ckpttools.formats.megatron.arguments import Run
+from ckpttools.formats.megatron.chunks import rank_boxes
+from ckpttools.formats.megatron.names import to_local
+from ckpttools.formats.megatron.state import ChunkId, MegatronState, ParamInfo
+from ckpttools.layout.pipeline import Pipeline, Split, split_layers
+
+OUTPUT_WEIGHT = "output_layer.weight"
+OUTPUT_EXTRA_STATE = "output_layer._extra_state"
+
+
+def target_run(state: MegatronState, target: Target) -> tuple[Run, Pipeline]:
+    """Return the run on the target topology, and how its layers lie on stages.
+
+    Stages keep their layers where neither their number nor that of their chunks changes and no
+    split is named; otherwise Megatron's own formula gives them, uneven first and last stages only
+    where they are named.
+
+    Raises:
+        UsageError: Megatron has no such topology, or the sizes contradict each other.
+    """
+    run = state.run
+    tp = run.tp if target.tp is None else target.tp
+    pp = run.pp if target.pp is None else target.pp
+    vpp = target.vpp if target.vpp is not None else (run.vpp if pp == run.pp else 1)
+    dp = run.dp if target.dp is None else target.dp
+    if target.world is not None:
+        dp, rest = divmod(target.world, tp * pp * run.cp)
+        if rest or not dp or target.dp not in (None, dp):
+            raise UsageError(
+                f"--world: must be TP {tp} x PP {pp} x CP {run.cp} x DP, got {target.world}"
+            )
+    run = run.with_topology(tp=tp, pp=pp, vpp=vpp, dp=dp)
+    named = target.first_stage_layers is not None or target.last_stage_layers is not None
+    if (pp, vpp) == (state.run.pp, state.run.vpp) and not named:
+        return run, state.pipeline
+    split = Split(
+        first=target.first_stage_layers,
+        last=target.last_stage_layers,
+        embedding=run.split.embedding and not named,
+        loss=run.split.loss and not named,
+    )
+    try:
+        pipeline = split_layers(run.num_layers, pp, vpp, split)
+    except LayoutError as error:
+        raise UsageError(f"--pp {pp} --vpp {vpp}: {error}") from error
+    return replace(run, split=split, custom_split=False), pipeline
+
+
+def target_entries(state: MegatronState, run: Run) -> tuple[str, ...]:
+    """Return the entries of ``model`` over all stages of the target.
+
+    A tied output layer has a weight of its own, before its extra state, only where input and
+    output lie on different stages.
+    """
+    if not run.tied:
+        return state.entries
+    entries = [name for name in state.entries if name != OUTPUT_WEIGHT]
+    if run.pp > 1:
+        known = OUTPUT_EXTRA_STATE in entries
+        place = entries.index(OUTPUT_EXTRA_STATE) if known else len(entries)
+        entries.insert(place, OUTPUT_WEIGHT)
+    return tuple(entries)
+
+
+def deal(
+    state: MegatronState, run: Run, pipeline: Pipeline, entries: Sequence[str]
+) -> dict[ChunkId, tuple[ParamInfo, ...]]:
+    """Return the parameters of each model chunk, with the target's shapes, in module order."""
+    infos = {info.name: info for info in state.params}
+    chunks: dict[ChunkId, tuple[ParamInfo, ...]] = {}
+    for p, v in pipeline.chunks():
+        names = [
+            name
+            for name in entries
+            if to_local(name, pipeline, p, v) is not None
+            and (name in infos or name == OUTPUT_WEIGHT)
+        ]
+        chunks[p, v] = tuple(_resize(_info(state, run, infos, name), run) for name in names)
+    return chunks
+
+
+def _info(state: MegatronState, run: Run, infos: Mapping[str, ParamInfo], name: str) -> ParamInfo:
+    """Return a parameter; a tied output layer that the source lacks follows its embedding."""
+    if name in infos:
+        return infos[name]
+    rule = state.rules.find(name, run.facts)
+    return replace(infos[rule.tied_to], name=name, rule=rule)
+
+
+def _resize(info: ParamInfo, run: Run) -> ParamInfo:
+    """Pad a vocabulary by the target's rule, and check that the target can cut the shape."""
+    if info.rule.vocabulary:
+        rows = info.shape[0]
+        if info.vocab_rows is not None:
+            rows = run.padded_rows(info.vocab_rows, run.tp)
+        elif rows % run.tp:
+            raise UsageError(
+                f"{info.name}: its {rows} rows must divide over TP, got {run.tp}",
+                hint="give the true number of rows with --vocab-size",
+            )
+        info = replace(info, shape=(rows, *info.shape[1:]))
+    try:
+        rank_boxes(info, 0, run.tp)
+    except LayoutError as error:
+        raise UsageError(f"--tp {run.tp}: {info.name}: {error}") from error
+    return info
