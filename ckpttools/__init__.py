@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         plan_reshard,
         read_manifest,
         reshard,
+        strip,
         verify,
     )
     from ckpttools.errors import CkptError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ckpttools.manifest import Manifest
     from ckpttools.plan import Plan
     from ckpttools.report import Report
+    from ckpttools.selection import Selection
 
 _HOMES = {
     "CkptError": "ckpttools.errors",
@@ -50,7 +52,9 @@ _HOMES = {
     "plan_reshard": "ckpttools.api",
     "read_manifest": "ckpttools.api",
     "reshard": "ckpttools.api",
+    "strip": "ckpttools.api",
     "verify": "ckpttools.api",
+    "Selection": "ckpttools.selection",
 }
 
 __all__ = [
@@ -60,6 +64,7 @@ __all__ = [
     "ReadOptions",
     "Report",
     "Resources",
+    "Selection",
     "Target",
     "detect_format",
     "diff",
@@ -72,6 +77,7 @@ __all__ = [
     "plan_reshard",
     "read_manifest",
     "reshard",
+    "strip",
     "verify",
 ]
 

@@ -7,10 +7,10 @@ The only place that joins formats, plans, execution and proof. Every function is
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from ckpttools import comparison, conversion, digests, evidence
+from ckpttools import comparison, conversion, description, digests, evidence, job, verification
 from ckpttools.comparison import Comparison
 from ckpttools.conversion import Opened, Stage
 from ckpttools.errors import (
@@ -27,10 +27,12 @@ from ckpttools.errors import (
 )
 from ckpttools.executor import Resources
 from ckpttools.formats import Format, ReadOptions, Target, registry
-from ckpttools.manifest import WEIGHT, Manifest, summary_by_slot
+from ckpttools.manifest import WEIGHT, Manifest
 from ckpttools.plan import Plan, make_plan
 from ckpttools.report import Report
+from ckpttools.selection import Selection
 from ckpttools.storage.commit import Staging, check_apart, check_destination
+from ckpttools.verification import Verification
 
 __all__ = [
     "Comparison",
@@ -38,6 +40,7 @@ __all__ = [
     "ReadOptions",
     "Report",
     "Resources",
+    "Selection",
     "Target",
     "Verification",
     "detect_format",
@@ -51,6 +54,7 @@ __all__ = [
     "plan_reshard",
     "read_manifest",
     "reshard",
+    "strip",
     "verify",
 ]
 
@@ -106,8 +110,10 @@ def open_checkpoint(
     """
     fmt = detect_format(path, format)
     reading = fmt.read(Path(path), options or ReadOptions())
+    files = reading.candidates[:1]  # all candidates are of the same files
+    stamps = job.stamp_of(files[0].manifest) if files else ()
     chosen, compared = evidence.choose(reading, resources or Resources(), cross_check=cross_check)
-    return Opened(chosen.manifest, fmt, chosen.layouts, reading.notes, compared)
+    return Opened(chosen.manifest, fmt, chosen.layouts, reading.notes, compared, stamps)
 
 
 def read_manifest(path: str | Path, **options: object) -> Manifest:
@@ -135,9 +141,11 @@ def reshard(
     format: str | None = None,  # noqa: A002  # the name of the CLI's option
     options: ReadOptions | None = None,
     resources: Resources | None = None,
+    selection: Selection | None = None,
     cross_check: bool = True,
     dry_run: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     stage: Stage | None = None,
 ) -> Report:
     """Take a checkpoint to another topology or format, prove it, and publish it atomically.
@@ -159,16 +167,20 @@ def reshard(
     )
     copies = evidence.check_replicas(opened.manifest, resources)
     fmt = _format(to or opened.format.name)
+    opened, lost = conversion.choose(opened, selection or Selection())
+    draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), "", resources)
     if dry_run:
-        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), "", resources)
-        return conversion.report_of(opened, draft, plan, resources, paths, dry_run=True)
-    with Staging(destination, overwrite=overwrite) as staging:
-        root = str(staging.path)
-        draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), root, resources)
+        return conversion.report_of(opened, draft, plan, resources, paths, dry_run=True, lost=lost)
+    job_id = job.job_of(opened.stamps, draft, plan, resources)
+    with Staging(destination, job=job_id, overwrite=overwrite, resume=resume) as staging:
+        draft, plan = conversion.under(draft, plan, staging.path)
         conversion.check_room(draft, staging.path)
-        conversion.write(draft, plan, resources, stage)
+        reused = conversion.write(draft, plan, resources, staging.journal, stage)
         proof = conversion.prove(fmt, opened, plan, options, resources, stage)
+        job.check_unchanged(opened.manifest, opened.stamps)
+        others = staging.others
         staging.publish()
+    notes = job.staging_notes(reused, others, resume=resume)
     return conversion.report_of(
         opened,
         draft,
@@ -181,6 +193,8 @@ def reshard(
             *proof,
             f"published as {destination} by one rename after everything was synced to disk",
         ),
+        notes=notes,
+        lost=lost,
         skipped=() if cross_check else ("weights against masters (--no-cross-check)",),
     )
 
@@ -194,23 +208,19 @@ def gather(
     return reshard(source, destination, to=to, **options)  # type: ignore[arg-type]  # passed on
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What :func:`verify` found. ``damage`` and ``differences`` make it fail.
+def strip(
+    source: str | Path, destination: str | Path, *, slots: Sequence[str] = (), **options: object
+) -> Report:
+    """Write a checkpoint without its optimizer state, or without the named slots of it.
 
-    ``unchecked`` lists what was asked for but couldn't be checked.
+    Takes the options of :func:`reshard`.
     """
-
-    checked: tuple[str, ...]
-    damage: tuple[str, ...]
-    differences: tuple[str, ...]
-    unchecked: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether neither damage nor a difference was found."""
-        return not self.damage and not self.differences
+    selection = (
+        Selection(exclude=tuple(f"*:{slot}" for slot in slots))
+        if slots
+        else Selection(include=(f"*:{WEIGHT}",))
+    )
+    return reshard(source, destination, selection=selection, **options)  # type: ignore[arg-type]  # passed on
 
 
 def verify(
@@ -241,7 +251,7 @@ def verify(
     fmt = detect_format(path, format)
     problems = fmt.check(Path(path))
     damage = [str(problem) for problem in problems]
-    checked = [] if damage else ["stored checksums and fixed bytes"]
+    checked: list[str] = []
     try:
         opened = open_checkpoint(
             path, format=fmt.name, options=options, resources=resources, cross_check=cross_check
@@ -259,10 +269,26 @@ def verify(
         if not damage:  # sound as far as one can see, but not covered
             raise
         return Verification(tuple(checked), tuple(damage), (), (), ())
+    checked += [] if damage else ["stored checksums and fixed bytes"]
     checked += [f"{len(opened.manifest.tensors)} tensors covered exactly once"]
     checked += conversion.source_proof(opened, copies)
     unchecked = conversion.not_checked(opened, cross_check=cross_check)
-    differences, notes = _against(opened, against, require, options, resources, stage)
+    differences: list[str] = []
+    notes: list[str] = []
+    sides = [(opened.manifest, "it")]
+    if against is not None:
+        other = open_checkpoint(against, options=options, resources=resources, cross_check=False)
+        sides.append((other.manifest, str(against)))
+        differences, notes = verification.against(
+            opened.manifest,
+            other.manifest,
+            str(against),
+            need_optimizer="optimizer" in require,
+            resources=resources,
+            stage=stage,
+        )
+    if "optimizer" in require:
+        differences += verification.without_optimizer(sides)
     if against is not None and not differences:
         checked.append(f"content equals {against}")
     return Verification(
@@ -295,7 +321,8 @@ def diff(
         open_checkpoint(path, format=format, options=options, resources=resources)
         for path in (a, b)
     ]
-    progress = stage("compare", opened[0].manifest.state_bytes) if stage else None
+    total = comparison.total_bytes(opened[0].manifest, opened[1].manifest)
+    progress = stage("compare", total) if stage else None
     return comparison.compare(opened[0].manifest, opened[1].manifest, resources, progress)
 
 
@@ -334,34 +361,7 @@ def inspect(
     reading = fmt.read(Path(path), options or ReadOptions())
     if not reading.candidates:
         raise EvidenceError("layout: must agree with the files, got: " + "; ".join(reading.refused))
-    manifest = reading.candidates[0].manifest
-    objects = manifest.objects
-    return {
-        "path": str(path),
-        "format": fmt.name,
-        "layouts": ["/".join(c.layouts) for c in reading.candidates],
-        "buckets": objects.get("buckets"),
-        "topology": objects.get("topology"),
-        "iteration": objects.get("iteration"),
-        "step": objects.get("step"),
-        "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in manifest.files],
-        "slots": {
-            slot: {"tensors": count, "bytes": size}
-            for slot, (count, size) in summary_by_slot(manifest.tensors).items()
-        },
-        "tensors": [
-            {
-                "name": spec.name,
-                "slot": spec.slot,
-                "dtype": spec.dtype.name,
-                "shape": list(spec.shape),
-                "padding_rows": spec.padding_rows,
-                "chunks": len(chunks),
-            }
-            for spec, chunks in zip(manifest.tensors, manifest.by_tensor(), strict=True)
-        ],
-        "notes": list(reading.notes),
-    }
+    return description.describe(str(path), fmt.name, reading)
 
 
 def _format(name: str) -> Format:
@@ -369,37 +369,3 @@ def _format(name: str) -> Format:
     if name not in known:
         raise UnknownFormatError(f"--to: must be one of {', '.join(known)}, got {name!r}")
     return known[name]
-
-
-def _against(
-    opened: Opened,
-    against: str | Path | None,
-    require: frozenset[str],
-    options: ReadOptions,
-    resources: Resources,
-    stage: Stage | None,
-) -> tuple[list[str], list[str]]:
-    """Compare with another checkpoint; return differences and remarks."""
-    sides = [(opened.manifest, "it")]
-    differences: list[str] = []
-    notes: list[str] = []
-    if against is not None:
-        other = open_checkpoint(against, options=options, resources=resources, cross_check=False)
-        sides.append((other.manifest, str(against)))
-        progress = stage("compare", opened.manifest.state_bytes) if stage else None
-        result = comparison.compare(opened.manifest, other.manifest, resources, progress)
-        differences += map(str, result.differences)
-        for keys, where in ((result.only_a, "it"), (result.only_b, str(against))):
-            weights = [key for key in keys if key[1] == WEIGHT]
-            differences += [f"{name} ({slot}): only in {where}" for name, slot in weights]
-            if len(keys) > len(weights):
-                notes.append(f"{len(keys) - len(weights)} optimizer tensors are only in {where}")
-        if result.padding:
-            notes.append(f"padding rows differ in {len(result.padding)} tensors, which is allowed")
-    if "optimizer" in require:
-        for manifest, where in sides:
-            if not any(spec.slot != WEIGHT for spec in manifest.tensors):
-                differences.append(f"optimizer state: must be there, got none in {where}")
-        if any("optimizer tensors are only" in note for note in notes):
-            differences += [note for note in notes if "optimizer tensors are only" in note]
-    return differences, notes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -141,6 +142,18 @@ def compare(
         padding=tuple(p.a.key for p, f in zip(pairs, found, strict=True) if f.padding),
         fresh_nonzero=tuple(p.a.key for p, f in zip(pairs, found, strict=True) if f.fresh),
     )
+
+
+def total_bytes(a: Manifest, b: Manifest) -> int:
+    """Return how many bytes :func:`compare` will tell its progress of."""
+    others = {spec.key: spec for spec in b.tensors}
+    total = 0
+    for spec in a.tensors:
+        other = others.get(spec.key)
+        if other is not None and (spec.dtype, spec.shape) == (other.dtype, other.shape):
+            size = max(prod(s.stored_shape) for s in (spec, other))
+            total += size * spec.dtype.itemsize
+    return total
 
 
 def _compare_tiles(

@@ -17,10 +17,13 @@ from ckpttools import comparison, digests
 from ckpttools.errors import MismatchError, StorageError
 from ckpttools.executor import Buffers, Progress, Resources, execute, run_jobs
 from ckpttools.formats import Draft, Format, Patch, ReadOptions, Target, Written
+from ckpttools.job import Stamps, proven
 from ckpttools.layout.box import Box
-from ckpttools.manifest import Manifest, TensorSpec
+from ckpttools.manifest import File, Manifest, TensorSpec, summary_by_slot
 from ckpttools.plan import Plan, TensorPlan, make_plan
 from ckpttools.report import Report, size_text
+from ckpttools.selection import Selection, select
+from ckpttools.storage.journal import Journal
 from ckpttools.storage.local import FilePool, create_file, write_new_file
 from ckpttools.tiles import cut_tiles, read_tile
 
@@ -32,7 +35,8 @@ Stage = Callable[[str, int], Progress | None]
 class Opened:
     """A checkpoint as one Manifest: its format, the layout variants that it fits, remarks.
 
-    ``weights_compared`` counts the weights that were held against their masters.
+    ``weights_compared`` counts the weights that were held against their masters; ``stamps`` are
+    the files' sizes and times of change from before anything of them was compared.
     """
 
     manifest: Manifest
@@ -40,6 +44,7 @@ class Opened:
     layouts: tuple[str, ...]
     notes: tuple[str, ...]
     weights_compared: int
+    stamps: Stamps
 
 
 def lay_out(
@@ -60,13 +65,35 @@ def lay_out(
     return replace(draft, notes=(*draft.notes, *_padding_notes(plan, resources))), plan
 
 
+def choose(source: Opened, selection: Selection) -> tuple[Opened, tuple[str, ...]]:
+    """Return the source with only the wanted tensors, and lines about those that are left out.
+
+    Raises:
+        UsageError: a pattern fits nothing, or nothing is left.
+    """
+    if not selection:
+        return source, ()
+    manifest, dropped = select(source.manifest, selection)
+    lines = tuple(
+        f"{slot}: {count} tensors of {size_text(size)} are left out as asked"
+        for slot, (count, size) in summary_by_slot(dropped).items()
+    )
+    return replace(source, manifest=manifest), lines
+
+
+def under(draft: Draft, plan: Plan, root: Path) -> tuple[Draft, Plan]:
+    """Return a draft and its plan with the files under ``root``."""
+    manifest = replace(draft.manifest, root=str(root))
+    return replace(draft, manifest=manifest), replace(plan, dst=manifest)
+
+
 def check_room(draft: Draft, place: Path) -> None:
-    """Refuse to start where the files can't fit on the disk.
+    """Refuse to start where the files can't fit on the disk; those that are there need no room.
 
     Raises:
         StorageError: too little is free.
     """
-    need = sum(file.size_bytes for file in draft.manifest.files)
+    need = sum(f.size_bytes for f in draft.manifest.files if not _is_whole(place, f))
     free = shutil.disk_usage(place).free
     if need > free:
         raise StorageError(
@@ -75,28 +102,53 @@ def check_room(draft: Draft, place: Path) -> None:
         )
 
 
-def write(draft: Draft, plan: Plan, resources: Resources, stage: Stage | None) -> None:
+def _is_whole(root: Path, file: File) -> bool:
+    """Say whether a file of an earlier run has its full size."""
+    place = root / file.path
+    return place.is_file() and place.stat().st_size == file.size_bytes
+
+
+def write(
+    draft: Draft, plan: Plan, resources: Resources, journal: Journal, stage: Stage | None
+) -> int:
     """Write all files of a draft: headers, payload, checksums.
+
+    Tiles that ``journal`` knows and whose bytes are still right are not written again. Returns
+    how many those are.
 
     Raises:
         StorageError: a file can't be read or written.
     """
     root = Path(draft.manifest.root)
+    if not all(_is_whole(root, file) for file in draft.manifest.files):
+        journal.restart()
     for file in draft.manifest.files:
         place = root / file.path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        create_file(place, file.size_bytes)
+        if not journal.known:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.unlink(missing_ok=True)
+            create_file(place, file.size_bytes)
+    finished = {done.number: done for done in proven(draft.manifest, journal.known, resources)}
     _patch(draft, draft.patches)
     log = digests.DigestLog() if draft.wants_digests else None
-    progress = stage("write", plan.write_bytes) if stage else None
-    pieces = execute(plan, resources=resources, on_tile=log.add if log else None, progress=progress)
+    progress = stage("write", plan.stored_bytes) if stage else None
+    pieces = execute(
+        plan,
+        resources=resources,
+        digest=log,
+        journal=journal,
+        finished=finished,
+        progress=progress,
+    )
     sums = {(d.name, d.slot): d.crc32c for d in log.result(plan.dst.tensors)} if log else {}
     finish = draft.finish(Written(pieces.crc32(draft.seals), sums))
     _patch(draft, finish.patches)
     for new in finish.new_files:
         place = root / new.path
         place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
         write_new_file(place, new.data)
+    return len(finished)
 
 
 def _patch(draft: Draft, patches: Sequence[Patch]) -> None:
@@ -127,7 +179,8 @@ def prove(
         raise MismatchError(
             f"{root}: its reader must find every tensor where it was written, got other places"
         )
-    progress = stage("compare", plan.write_bytes) if stage else None
+    total = comparison.total_bytes(source.manifest, again[0])
+    progress = stage("compare", total) if stage else None
     result = comparison.compare(source.manifest, again[0], resources, progress)
     if not result.equal or result.only_b or result.padding or result.fresh_nonzero:
         first = [*map(str, result.differences), *map(str, result.padding), *map(str, result.only_b)]
@@ -214,6 +267,8 @@ def report_of(
     dry_run: bool = False,
     proof: tuple[str, ...] = (),
     skipped: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+    lost: tuple[str, ...] = (),
 ) -> Report:
     """Put together what was planned, done and proven."""
     src, dst = opened.manifest, draft.manifest
@@ -238,8 +293,8 @@ def report_of(
         proof=proof,
         skipped=skipped,
         carried=draft.carried,
-        lost=draft.lost,
-        findings=(*opened.notes, *draft.notes),
+        lost=(*lost, *draft.lost),
+        findings=(*notes, *opened.notes, *draft.notes),
     )
 
 

@@ -68,8 +68,18 @@ class DigestLog:
         self._tiles: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
         self._lock = threading.Lock()
 
-    def add(self, spec: TensorSpec, box: Box, tile: Tile) -> None:
-        """Add a tile of the stored tensor; rows of padding in it are not counted."""
+    def add(self, spec: TensorSpec, box: Box, tile: Tile) -> int:
+        """Add a tile of the stored tensor; rows of padding in it are not counted.
+
+        Returns the CRC-32C of what counts.
+        """
+        inside = box & Box.whole(spec.shape)
+        crc = 0 if inside is None else crc32c(tile.reshape(-1)[: inside.numel])
+        self.add_known(spec, box, crc)
+        return crc
+
+    def add_known(self, spec: TensorSpec, box: Box, crc: int) -> None:
+        """Add a tile by the CRC-32C that :meth:`add` gave for it."""
         inside = box & Box.whole(spec.shape)
         if inside is None:
             return
@@ -77,7 +87,6 @@ class DigestLog:
         if run is None:  # cut_tiles gives nothing else
             raise AssertionError(f"{spec}: a tile must be one run, got {box}")
         itemsize = spec.dtype.itemsize
-        crc = crc32c(tile.reshape(-1)[: inside.numel])
         with self._lock:
             rows = self._tiles.setdefault(spec.key, [])
             rows.append((run.start * itemsize, inside.numel * itemsize, crc))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import os
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -27,19 +28,33 @@ from ckpttools.errors import PlanError
 from ckpttools.layout.box import Box
 from ckpttools.manifest import Extent, TensorSpec
 from ckpttools.plan import Plan, Strided, TensorPlan
+from ckpttools.storage.crc import crc32
 from ckpttools.storage.crcfold import fold
+from ckpttools.storage.journal import Done, Journal, Piece
 from ckpttools.storage.local import FilePool
 from ckpttools.tiles import Tile, carrier, cut_tiles, read_tile, write_tile
 
 DEFAULT_BUDGET_BYTES = 1 << 30
-MAX_TILE_BYTES = 4 << 20
+MAX_TILE_BYTES = 1 << 20
 """Tiles above this gain nothing: a system call is long amortised and the cache is left."""
 
 MIN_TILE_BYTES = 4 << 10
 
+WRITEBACK_BYTES = 8 << 20
+"""The disk is told of so many bytes of a file at once."""
+
 Job = TypeVar("Job")
 
-OnTile = Callable[[TensorSpec, Box, Tile], None]
+
+class TileDigest(Protocol):
+    """Takes the content of tiles, from any thread and in any order."""
+
+    def add(self, spec: TensorSpec, box: Box, tile: Tile) -> int:
+        """Take a tile and return the number that stands for it."""
+
+    def add_known(self, spec: TensorSpec, box: Box, crc: int) -> None:
+        """Take a tile by that number."""
+
 
 Progress = Callable[[int], None]
 """Told how many more payload bytes are done."""
@@ -89,17 +104,24 @@ class Buffers(threading.local):
 
 @dataclass(slots=True)
 class WriteLog:
-    """Every piece of payload that was written: file, offset, length, CRC-32 of it."""
+    """Every piece of payload that was written: file, offset, length, CRC-32 of it.
 
-    pieces: list[tuple[int, int, int, int]] = field(default_factory=list)
+    A terabyte has millions of pieces, so each is kept as four numbers in one array.
+    """
 
-    def record(self, file: int, offset: int, data: memoryview) -> None:
-        """Note a write. Appending to a list is atomic, so threads may share a log."""
-        self.pieces.append((file, offset, len(data), zlib.crc32(data)))
+    _numbers: array[int] = field(default_factory=lambda: array("q"))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Note pieces, from any thread."""
+        with self._lock:
+            for piece in pieces:
+                self._numbers.extend((piece.file, piece.offset, piece.length, piece.crc32))
 
     def crc32(self, extents: Sequence[Extent]) -> list[int]:
         """Return the CRC-32 of each extent; bytes that nobody wrote are zero."""
-        rows = np.array(sorted(self.pieces), dtype=np.int64).reshape(-1, 4)
+        rows = np.array(self._numbers, dtype=np.int64).reshape(-1, 4)
+        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
         result = []
         for extent in extents:
             stop = extent.offset + extent.length
@@ -124,45 +146,106 @@ def execute(
     plan: Plan,
     *,
     resources: Resources,
-    on_tile: OnTile | None = None,
+    digest: TileDigest | None = None,
+    journal: Journal | None = None,
+    finished: Mapping[int, Done] | None = None,
     progress: Progress | None = None,
 ) -> WriteLog:
     """Carry out ``plan``. The destination's files exist, full-sized and zero.
 
-    ``on_tile`` is shown every tile of every tensor once, by any thread.
+    ``digest`` is shown every tile of every tensor once, by any thread. Each finished tile is
+    noted in ``journal``; those in ``finished``, by number, are not written again.
 
     Raises:
+        PlanError: a tensor is stored in a way that this executor can't copy.
         StorageError: a file can't be read or written.
     """
-    log = WriteLog()
+    for tensor in plan.tensors:
+        if len(tensor.src.itemsizes) > 1 or len(tensor.dst.itemsizes) > 1:
+            raise PlanError(f"{tensor.dst_spec}: must be stored in one part, got several")
+    log, known = WriteLog(), finished or {}
     src_paths = [f.path for f in plan.src.files]
     dst_paths = [f.path for f in plan.dst.files]
     with (
         FilePool(plan.src.root, src_paths) as src_pool,
         FilePool(plan.dst.root, dst_paths, writable=True) as dst_pool,
+        _Writeback(dst_pool) as writeback,
     ):
 
-        def copy(job: tuple[TensorPlan, Box], buffers: Buffers) -> None:
-            tensor, box = job
-            itemsize = tensor.dst_spec.dtype.itemsize
-            tile = buffers.tile(box, itemsize)
-            if tensor.fresh_rows:
-                tile[...] = 0
-            read_tile(src_pool, tensor.src, box, tile, buffers.scratch)
-            write_tile(dst_pool, tensor.dst, box, tile, buffers.scratch, log.record)
-            if on_tile is not None:
-                on_tile(tensor.dst_spec, box, tile)
-            if progress is not None:
-                progress(box.numel * itemsize)
+        def copy(job: tuple[int, tuple[TensorPlan, Box]], buffers: Buffers) -> None:
+            number, (tensor, box) = job
+            spec = tensor.dst_spec
+            done = known.get(number)
+            if done is None:
+                pieces: list[Piece] = []
 
-        run_jobs(_jobs(plan, resources.tile_bytes), copy, resources)
+                def wrote(file: int, offset: int, data: memoryview) -> None:
+                    pieces.append(Piece(file, offset, len(data), crc32(data)))
+                    writeback.add(file, offset, len(data))
+
+                tile = buffers.tile(box, spec.dtype.itemsize)
+                if tensor.fresh_rows:
+                    tile[...] = 0
+                read_tile(src_pool, tensor.src, box, tile, buffers.scratch)
+                write_tile(dst_pool, tensor.dst, box, tile, buffers.scratch, wrote)
+                crc = digest.add(spec, box, tile) if digest is not None else None
+                done = Done(number, tuple(pieces), crc)
+                if journal is not None:
+                    journal.add(done)
+            elif digest is not None:
+                digest.add_known(spec, box, done.crc32c or 0)
+            log.add(done.pieces)
+            if progress is not None:
+                progress(box.numel * spec.dtype.itemsize)
+
+        run_jobs(enumerate(_jobs(plan, resources.tile_bytes)), copy, resources)
     return log
+
+
+class _Writeback:
+    """Sets the disk to work on what is written, in a thread of its own, while more is written.
+
+    Publishing waits until the disk has everything, so it had better begin soon. What is not begun
+    at the end is left to that wait, and so are errors.
+    """
+
+    def __init__(self, pool: FilePool) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._spans: dict[int, tuple[int, int, int]] = {}  # file -> first, stop, bytes between
+        self._queue: SimpleQueue[tuple[int, int, int] | None] = SimpleQueue()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._queue.put(None)
+        self._thread.join()
+
+    def add(self, file: int, offset: int, length: int) -> None:
+        """Note a write."""
+        with self._lock:
+            first, stop, size = self._spans.pop(file, (offset, offset, 0))
+            span = min(first, offset), max(stop, offset + length), size + length
+            if span[2] < WRITEBACK_BYTES:
+                self._spans[file] = span
+                return
+        self._queue.put((file, span[0], span[1] - span[0]))
+
+    def _work(self) -> None:
+        while (extent := self._queue.get()) is not None and not self._done.is_set():
+            self._pool.start_writeback(*extent)
 
 
 def run_jobs(
     jobs: Iterable[Job], work: Callable[[Job, Buffers], None], resources: Resources
 ) -> None:
     """Do ``work`` for every job on the worker threads; the first error stops all and is raised."""
+    _keep_freed_memory()
     buffers = Buffers(resources.tile_bytes)
     stop = threading.Event()
     lock = threading.Lock()
@@ -189,6 +272,16 @@ def run_jobs(
             stop.set()
     for future in futures:
         future.result()
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep what numpy's temporaries free, up to a few MiB a thread.
+
+    glibc gives pieces above 128 KiB back to the system at once, and the fresh pages that it gets
+    for the next one cost more than the arithmetic on them. It raises that bound to the largest
+    piece that it has seen freed, so one that is never touched does it.
+    """
+    np.empty(4 * MAX_TILE_BYTES, dtype=np.uint8)
 
 
 def _jobs(plan: Plan, tile_bytes: int) -> Iterator[tuple[TensorPlan, Box]]:

@@ -154,6 +154,12 @@ class Plan:
             int(t.dst.lengths.prod(axis=1).sum()) * sum(t.dst.itemsizes) for t in self.tensors
         )
 
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of the destination's tensors with their padding, each replica counted once."""
+        specs = [tensor.dst_spec for tensor in self.tensors]
+        return sum(prod(s.stored_shape) * s.dtype.itemsize for s in specs)
+
     def to_json(self) -> dict[str, object]:
         """Return the plan as plain data: files on both sides, and every copy."""
         return {

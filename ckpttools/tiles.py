@@ -95,9 +95,7 @@ def _regions(pieces: Pieces, box: Box) -> Iterator[_Region]:
         if all(map(int.__lt__, low, high)):
             for a, b, stride in zip(low, offsets, strides, strict=True):
                 start += (a - b) * stride  # noqa: PLW2901  # the same start, moved to ``low``
-            place = tuple(
-                slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True)
-            )
+            place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))
             yield file, start, strides, place
 
 
@@ -113,6 +111,8 @@ def _rows(pieces: Pieces) -> list[_Row]:
 
     The tiles of a tensor follow each other, so a few tensors' rows are all that is ever in use.
     """
+    if not len(pieces):  # then there are no columns of parts either
+        return []
     return [
         (file, start, tuple(strides), tuple(offsets), tuple(stops))
         for file, start, strides, offsets, stops in zip(

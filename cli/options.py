@@ -61,9 +61,9 @@ def reading_options(command: Command) -> Command:
         click.option("--layout", metavar="NAME", help="The layout variant, where several fit."),
         click.option(
             "--accept-loss",
-            type=click.Choice(["optimizer"]),
+            type=click.Choice(["optimizer", "extra_state"]),
             multiple=True,
-            help="Go on without what the source should have and lacks.",
+            help="Go on without what the source lacks or no target can hold.",
         ),
     )
 

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from ckpttools.errors import UsageError
 from ckpttools.manifest import Extent, Manifest
+
+ACCEPTABLE_LOSSES = frozenset({"optimizer", "extra_state"})
+"""What a user may allow to be lost: all optimizer state; modules' extra state (fp8 scales)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,13 @@ class ReadOptions:
     rules_path: str | None = None
     vocab_size: int | None = None
     accept_loss: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if unknown := self.accept_loss - ACCEPTABLE_LOSSES:
+            raise UsageError(
+                f"--accept-loss: must be one of {', '.join(sorted(ACCEPTABLE_LOSSES))}, got "
+                f"{min(unknown)}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """How does a new checkpoint appear? All at once, by one rename, or not at all.
 
-1. Everything is written to ``.<name>.partial-<id>`` beside the destination.
+1. Everything is written to ``.<name>.partial-<id>`` beside the destination; a journal beside it
+   (:mod:`ckpttools.storage.journal`) notes what is finished, so that killed work can be resumed.
 2. Its files and directories are synced to disk.
 3. One rename publishes it, and the parent directory is synced.
 
@@ -23,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpttools.errors import StorageError
+from ckpttools.storage.journal import Journal
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -32,24 +34,65 @@ _RENAME_EXCHANGE = 2
 class Staging:
     """A directory that becomes ``destination`` when :meth:`publish` is called.
 
-    Left without it (an error, an interrupt), the staging directory is removed.
+    ``job`` identifies the work (a hexadecimal digest); its journal lies beside the directory. Left
+    without publishing, both are removed, but for two cases: the process is killed, or the system
+    refuses a read or write after some tiles were finished (a full disk, say). Then ``resume`` goes
+    on with what is there.
     """
 
-    def __init__(self, destination: str | Path, *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        destination: str | Path,
+        *,
+        job: str | None = None,
+        overwrite: bool = False,
+        resume: bool = False,
+    ) -> None:
         self.destination = Path(os.path.abspath(destination))
-        self.overwrite = overwrite
-        name = f".{self.destination.name}.partial-{secrets.token_hex(4)}"
+        self.overwrite, self.resume = overwrite, resume
+        self.job = job or secrets.token_hex(16)
+        name = f".{self.destination.name}.partial-{self.job[:12]}"
         self.path = self.destination.parent / name
+        self.journal_path = self.destination.parent / f"{name}.journal"
+        self._published = False
+        self._journal: Journal | None = None
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of this work; open between entering and leaving."""
+        if self._journal is None:
+            raise StorageError(f"{self.journal_path}: must be open, got a staging not entered")
+        return self._journal
+
+    @property
+    def others(self) -> list[str]:
+        """Names of staging directories of other work for the same destination."""
+        prefix = f".{self.destination.name}.partial-"
+        names = (path.name for path in self.destination.parent.iterdir() if path.is_dir())
+        return sorted(n for n in names if n.startswith(prefix) and n != self.path.name)
 
     def __enter__(self) -> Self:
         repair(self.destination)
         check_destination(self.destination, overwrite=self.overwrite)
         try:
-            self.path.mkdir()
+            journal = Journal.start(self.journal_path, {"job": self.job})
         except OSError as error:
+            raise _not_writable(self.path.parent, error) from error
+        if journal.known and not self.resume:
+            journal.close()
             raise StorageError(
-                f"{self.path.parent}: must be a writable directory, got: {error.strerror}"
-            ) from error
+                f"{self.path}: unfinished work of the same kind must be resumed or removed, got "
+                f"{len(journal.known)} finished tiles",
+                hint=f"give --resume to go on with it, or remove it and {journal.path.name}",
+            )
+        if not journal.known:
+            shutil.rmtree(self.path, ignore_errors=True)
+        try:
+            self.path.mkdir(exist_ok=True)
+        except OSError as error:
+            journal.close()
+            raise _not_writable(self.path.parent, error) from error
+        self._journal = journal
         return self
 
     def __exit__(
@@ -58,9 +101,19 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.path.is_symlink() or self.path.is_file():  # what --overwrite took the place of
-            self.path.unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+        journal = self.journal
+        self._journal = None
+        keep = isinstance(error, StorageError) and not self._published and journal.count
+        if keep and isinstance(error, StorageError):
+            error.hint = (
+                f"{error.hint}; " if error.hint else ""
+            ) + f"then give --resume to go on, or remove {self.path.name} beside the destination"
+        else:
+            if self.path.is_symlink() or self.path.is_file():  # what --overwrite took the place of
+                self.path.unlink(missing_ok=True)
+            shutil.rmtree(self.path, ignore_errors=True)
+            journal.remove()
+        journal.close()
 
     def publish(self) -> None:
         """Sync the staging directory to disk and make it the destination.
@@ -74,6 +127,7 @@ class Staging:
                 _exchange(self.path, self.destination)
             else:
                 _rename_new(self.path, self.destination)
+            self._published = True
             _sync(self.destination.parent)
         except OSError as error:
             if isinstance(error, StorageError):
@@ -81,6 +135,11 @@ class Staging:
             raise StorageError(
                 f"{self.destination}: can't publish it: {error.strerror or error}"
             ) from error
+
+
+def _not_writable(place: Path, error: OSError) -> StorageError:
+    reason = error.strerror or str(error)
+    return StorageError(f"{place}: must be a writable directory, got: {reason}")
 
 
 def check_destination(destination: Path, *, overwrite: bool) -> None:

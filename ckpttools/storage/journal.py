@@ -11,19 +11,20 @@ The file is locked as long as its writer lives, so two processes can't write one
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from ckpttools.errors import StorageError
 
 FORMAT = "ckpttools-journal-1"
-_HEADER_FORMAT = "format"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,66 +49,134 @@ class Done:
 class Journal:
     """An open journal. :meth:`add` may be called from several threads."""
 
-    def __init__(self, path: Path, descriptor: int, known: tuple[Done, ...]) -> None:
+    def __init__(self, path: Path, descriptor: int, header: bytes) -> None:
         self.path = path
-        self.known = known
+        self.known: tuple[Done, ...] = ()
+        self.count = 0
         self._descriptor = descriptor
+        self._header = header
         self._lock = threading.Lock()
 
     @classmethod
-    def start(cls, path: Path, job: Mapping[str, object], *, resume: bool) -> Journal:
-        """Open the journal of ``job``, going on with what an earlier run of it has written.
+    def start(cls, path: Path, job: Mapping[str, object]) -> Journal:
+        """Open the journal of ``job``; ``known`` is what an earlier run of it has written.
 
-        With ``resume`` off, or where the file is of another job, it begins anew.
+        A file of another job, or of none, begins anew.
 
         Raises:
-            StorageError: another process has it open, or the system refuses.
+            StorageError: another process has it open.
+            OSError: the system refuses.
         """
+        while (descriptor := _open_locked(path)) is None:
+            pass
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise StorageError(f"{path}: can't open it: {error.strerror or error}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            journal = cls(path, descriptor, _line({"format": FORMAT, **job}))
+            known, end = _read(descriptor, journal._header)
+            if not end:
+                journal.restart()
+            else:
+                os.ftruncate(descriptor, end)
+                os.lseek(descriptor, end, os.SEEK_SET)
+                journal.known, journal.count = known, len(known)
+        except BaseException:
             os.close(descriptor)
-            raise StorageError(
-                f"{path}: must be free, got another process that is writing this destination"
-            ) from error
-        header = _line({_HEADER_FORMAT: FORMAT, **job})
-        known, end = _read(descriptor, header) if resume else ((), 0)
-        os.ftruncate(descriptor, end)
-        os.lseek(descriptor, end, os.SEEK_SET)
-        journal = cls(path, descriptor, known)
-        if end == 0:
-            journal._append(header)
+            raise
         return journal
 
     def add(self, done: Done) -> None:
-        """Note a finished tile."""
-        pieces = [[p.file, p.offset, p.length, p.crc32] for p in done.pieces]
-        self._append(_line([done.number, pieces, done.crc32c]))
+        """Note a finished tile.
 
-    def sync(self) -> None:
-        """Flush the journal to disk."""
-        os.fsync(self._descriptor)
+        Raises:
+            StorageError: the system refuses.
+        """
+        pieces = [[p.file, p.offset, p.length, p.crc32] for p in done.pieces]
+        line = _line([done.number, pieces, done.crc32c])
+        with self._lock:
+            try:
+                _write(self._descriptor, line)
+            except OSError as error:
+                reason = error.strerror or error
+                raise StorageError(f"{self.path}: can't write it: {reason}") from error
+            self.count += 1
+
+    def restart(self) -> None:
+        """Forget what is known: the work begins anew.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        self.known, self.count = (), 0
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        _write(self._descriptor, self._header)
 
     def close(self) -> None:
         """Close the file, which another process may then open."""
         os.close(self._descriptor)
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the file. While it is open nobody else has a journal of this name."""
         self.path.unlink(missing_ok=True)
 
-    def _append(self, line: bytes) -> None:
-        with self._lock:
-            try:
-                os.write(self._descriptor, line)
-            except OSError as error:
-                raise StorageError(
-                    f"{self.path}: can't write it: {error.strerror or error}"
-                ) from error
+
+def is_open(path: Path) -> bool:
+    """Say whether a process that lives has this journal open."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int | None:
+    """Open and lock the file; None if it was removed between the two, as its last writer does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        if not _lock(descriptor, fcntl.LOCK_EX):
+            raise StorageError(
+                f"{path}: must be free, got another process that is writing this destination"
+            )
+        if _is_at(path, descriptor):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock a file and say whether that is possible; a filesystem without locks keeps nobody out.
+
+    The lock is gone when its process is, however it ends.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Say whether an open file still has this name."""
+    try:
+        named = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(descriptor))
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Write all of ``data``; the system may take it in parts."""
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
 
 
 def _line(value: object) -> bytes:
@@ -118,39 +187,30 @@ def _line(value: object) -> bytes:
 
 def _read(descriptor: int, header: bytes) -> tuple[tuple[Done, ...], int]:
     """Return the tiles that a journal with this header names, and where its sound part ends."""
-    size = os.fstat(descriptor).st_size
-    data = os.pread(descriptor, size, 0)
-    if not data.startswith(header):
-        return (), 0
-    found: dict[int, Done] = {}
-    end = len(header)
-    while (stop := data.find(b"\n", end)) >= 0:
-        done = _parse(data[end : stop + 1])
-        if done is None:
-            break
-        found[done.number] = done
-        end = stop + 1
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        if file.readline(len(header)) != header:
+            return (), 0
+        found: dict[int, Done] = {}
+        end = len(header)
+        for line in file:
+            done = _parse(line)
+            if done is None:
+                break
+            found[done.number] = done
+            end += len(line)
     return tuple(found.values()), end
 
 
 def _parse(line: bytes) -> Done | None:
-    """Return the tile of a line; None if the line is not whole."""
+    """Return the tile of a line; None if the line is not whole, or of something else."""
     text, _, _ = line.rpartition(b" ")
     if line != text + b" %08x\n" % zlib.crc32(text):
         return None
-    number, pieces, crc32c = json.loads(text)
-    return Done(number, tuple(Piece(*piece) for piece in pieces), crc32c)
-
-
-def read_job(path: Path) -> Mapping[str, Sequence[object] | object]:
-    """Return the job that a journal names; empty where it has no sound first line."""
     try:
-        with path.open("rb") as file:
-            line = file.readline(1 << 20)
-    except OSError:
-        return {}
-    text, _, _ = line.rpartition(b" ")
-    if not text or line != text + b" %08x\n" % zlib.crc32(text):
-        return {}
-    job = json.loads(text)
-    return job if isinstance(job, dict) else {}
+        number, pieces, crc32c = json.loads(text)
+        done = Done(number, tuple(Piece(*piece) for piece in pieces), crc32c)
+        numbers = [number, *chain.from_iterable(pieces), 0 if crc32c is None else crc32c]
+    except (ValueError, TypeError):
+        return None
+    return done if all(type(n) is int and n >= 0 for n in numbers) else None

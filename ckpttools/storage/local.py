@@ -7,12 +7,13 @@ of it or raise. Every error names the file.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +22,8 @@ from ckpttools.errors import StorageError
 
 MAX_OPEN_FILES = 128
 """Descriptors that one pool keeps open; far below the usual limit of 1024 a process."""
+
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 class FilePool:
@@ -63,19 +66,21 @@ class FilePool:
         Raises:
             StorageError: the file ends before, or the system refuses.
         """
-        done = 0
-        with self._descriptor(file) as descriptor:
+        done, descriptor = 0, self._borrow(file)
+        try:
             while done < len(buffer):
-                try:
-                    count = os.preadv(descriptor, [buffer[done:]], offset + done)
-                except OSError as error:
-                    raise _storage_error(self._paths[file], "read", error) from error
-                if count == 0:
-                    raise StorageError(
-                        f"{self._paths[file]}: must have {len(buffer)} bytes from {offset}, got "
-                        f"{done}"
-                    )
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                if not count:
+                    break
                 done += count
+        except OSError as error:
+            raise _storage_error(self._paths[file], "read", error) from error
+        finally:
+            self._give_back(file)
+        if done < len(buffer):
+            raise StorageError(
+                f"{self._paths[file]}: must have {len(buffer)} bytes from {offset}, got {done}"
+            )
         with self._lock:
             self.read_bytes += done
 
@@ -85,36 +90,51 @@ class FilePool:
         Raises:
             StorageError: the system refuses (disk full, for example).
         """
-        view, done = memoryview(data), 0
-        with self._descriptor(file) as descriptor:
+        view, done, descriptor = memoryview(data), 0, self._borrow(file)
+        try:
             while done < len(view):
-                try:
-                    done += os.pwrite(descriptor, view[done:], offset + done)
-                except OSError as error:
-                    raise _storage_error(self._paths[file], "write", error) from error
+                done += os.pwrite(descriptor, view[done:], offset + done)
+        except OSError as error:
+            raise _storage_error(self._paths[file], "write", error) from error
+        finally:
+            self._give_back(file)
         with self._lock:
             self.written_bytes += done
 
-    @contextmanager
-    def _descriptor(self, file: int) -> Iterator[int]:
+    def start_writeback(self, file: int, offset: int, length: int) -> None:
+        """Let the disk begin on bytes that were written, where the system has a call for it.
+
+        This promises nothing, and an error is left for the fsync that does. May wait for the disk.
+        """
+        function = _sync_file_range()
+        if function is None:
+            return
+        descriptor = self._borrow(file)
+        try:
+            extent = ctypes.c_int64(offset), ctypes.c_int64(length)
+            function(descriptor, *extent, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+        finally:
+            self._give_back(file)
+
+    def _borrow(self, file: int) -> int:
         """Lend a descriptor of a file; the least recently used idle one is closed for it."""
         with self._lock:
             entry = self._busy.get(file)
-            if entry is not None:
-                entry[1] += 1
-            else:
+            if entry is None:
                 descriptor = self._idle.pop(file, -1)
                 if descriptor < 0:
                     descriptor = self._open(file)
-                entry = self._busy[file] = [descriptor, 1]
-        try:
-            yield entry[0]
-        finally:
-            with self._lock:
-                entry[1] -= 1
-                if not entry[1]:
-                    del self._busy[file]
-                    self._idle[file] = entry[0]
+                entry = self._busy[file] = [descriptor, 0]
+            entry[1] += 1
+            return entry[0]
+
+    def _give_back(self, file: int) -> None:
+        with self._lock:
+            entry = self._busy[file]
+            entry[1] -= 1
+            if not entry[1]:
+                del self._busy[file]
+                self._idle[file] = entry[0]
 
     def _open(self, file: int) -> int:
         """Open a file, closing idle ones over the bound."""
@@ -124,6 +144,11 @@ class FilePool:
             return os.open(self._paths[file], self._flags | os.O_CLOEXEC)
         except OSError as error:
             raise _storage_error(self._paths[file], "open", error) from error
+
+
+@cache
+def _sync_file_range() -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def create_file(path: str | Path, size_bytes: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpttools.formats import NewFile, ParamGroup, Written
 from ckpttools.formats.consolidated.state import FORMAT, FORMAT_VERSION, plain
-from ckpttools.manifest import Manifest, TensorSpec
+from ckpttools.manifest import WEIGHT, Manifest, TensorSpec
 from ckpttools.storage.inert import Inert
 
 _OBJECTS = ("args", "opt_param_scheduler", "grad_scaler")
@@ -24,16 +24,22 @@ class Objects:
     lost: tuple[str, ...]
 
 
+def has_optimizer(source: Manifest) -> bool:
+    """Say whether there is optimizer state, which groups and step belong to."""
+    return any(spec.slot != WEIGHT for spec in source.tensors)
+
+
 def describe(source: Manifest, objects: Objects) -> dict[str, object]:
     """Return the part of the document that doesn't depend on the container."""
     topology = source.objects.get("topology")
+    optimizer = source.objects if has_optimizer(source) else {}
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "source": {"format": source.format, "topology": topology},
         **{key: source.objects[key] for key in _COUNTERS if key in source.objects},
-        "step": source.objects.get("step"),
-        "param_groups": _groups(source.objects.get("param_groups")),
+        "step": optimizer.get("step"),
+        "param_groups": _groups(optimizer.get("param_groups")),
         "carried": list(objects.carried),
         "not_carried": list(objects.lost),
     }
@@ -56,7 +62,7 @@ def carried_objects(source: Manifest) -> Objects:
     files: list[NewFile] = []
     carried: list[str] = []
     lost: list[str] = []
-    if "param_groups" in source.objects:
+    if has_optimizer(source) and "param_groups" in source.objects:
         carried.append("optimizer: parameter groups with their settings, members and step")
     for key in _COUNTERS:
         if key in source.objects:

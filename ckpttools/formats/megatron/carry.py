@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ckpttools.errors import UsageError
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.groups import Settings
 from ckpttools.formats.megatron.state import MegatronState, ParamInfo, optimizer_chunks
+from ckpttools.storage.inert import Inert, qualified_name
+from ckpttools.storage.torchzip import TensorRef
 
 RNG = "rng_state"
 OPTIMIZER = "optimizer"
+EXTRA_STATE = "extra_state"
 _PER_RANK = {
     RNG: "start Megatron with --no-load-rng",
     "rerun_state_machine": "Megatron starts a new one",
@@ -70,6 +74,47 @@ def _with_groups(outer: object, groups: list[Settings]) -> object:
     }
 
 
+def extra_state(name: str, state: MegatronState, run: Run, tp: int) -> object:
+    """Return the extra state of a module on tensor rank ``tp`` of the target.
+
+    It belongs to the tensor rank, so it stays where tensor ranks stay. Empty ones (no fp8) mean
+    the same on every rank.
+
+    Raises:
+        UsageError: it is not empty, and tensor ranks change.
+    """
+    if run.tp == state.run.tp:
+        return state.extra_states.get((tp, name))
+    values = [state.extra_states.get((t, name)) for t in range(state.run.tp)]
+    if all(map(is_empty, values)):
+        return values[0]
+    if EXTRA_STATE in state.accept_loss:
+        return None
+    raise UsageError(
+        f"{name}: must be empty where TP changes, got extra state of each of the "
+        f"{state.run.tp} tensor ranks, which no rule joins",
+        hint=f"give --accept-loss {EXTRA_STATE} to leave it out",
+    )
+
+
+def is_empty(value: object) -> bool:
+    """Say whether an extra state holds nothing: None, a tensor or a BytesIO without content."""
+    if isinstance(value, TensorRef):
+        return value.numel == 0
+    if isinstance(value, Inert):
+        content = value.state if isinstance(value.state, tuple) else value.args
+        return qualified_name(value) == "_io.BytesIO" and all(map(_no_bytes, content[:1]))
+    return value is None
+
+
+def _no_bytes(value: object) -> bool:
+    """Say whether a pickled ``bytes`` is empty: protocol 2 writes it as a call without text."""
+    if isinstance(value, Inert):
+        called = qualified_name(value) in ("_codecs.encode", "__builtin__.bytes", "builtins.bytes")
+        return called and not any(value.args[:1])
+    return value == b""
+
+
 def report(state: MegatronState, run: Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return a line for each entry that is carried, and for each that is not, with what to do."""
     carried, lost = [], []
@@ -79,12 +124,12 @@ def report(state: MegatronState, run: Run) -> tuple[tuple[str, ...], tuple[str, 
         if survives(key, value, state, run):
             carried.append(_CARRIED.get(key, key))
         elif key == OPTIMIZER:
-            lost.append(
-                "optimizer: the source has no state of it; start Megatron with --no-load-optim"
-            )
+            lost.append("optimizer: no state of it is written; start Megatron with --no-load-optim")
         else:
             reason = "it belongs to the old ranks"
             lost.append(f"{key}: {reason}; {_PER_RANK[key]}")
+    if run.tp != state.run.tp and not all(map(is_empty, state.extra_states.values())):
+        lost.append(f"{EXTRA_STATE} (fp8 scales): it belongs to the old tensor ranks")
     return tuple(carried), tuple(lost)
 
 

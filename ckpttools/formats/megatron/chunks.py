@@ -14,6 +14,7 @@ from math import prod
 from ckpttools.dtypes import DType
 from ckpttools.errors import FormatError
 from ckpttools.formats.megatron.arguments import Run
+from ckpttools.formats.megatron.carry import EXTRA_STATE, is_empty
 from ckpttools.formats.megatron.directory import IterationDirectory
 from ckpttools.formats.megatron.ranks import RankFiles
 from ckpttools.formats.megatron.saved_buffers import SavedBuffer
@@ -257,7 +258,10 @@ def describe(state: MegatronState) -> dict[str, object]:
         objects["step"] = groups.step
         objects["param_groups"] = groups.by_name(params)
     objects["args"] = state.args[0, 0]
-    objects["per_rank"] = tuple(key for key in PER_RANK if key in tree)
+    per_rank = [key for key in PER_RANK if key in tree]
+    if not all(map(is_empty, state.extra_states.values())):
+        per_rank.append(EXTRA_STATE)
+    objects["per_rank"] = tuple(per_rank)
     outer = tree.get("optimizer")
     inner = outer[0] if isinstance(outer, list) and outer else outer
     if isinstance(inner, Mapping) and "grad_scaler" in inner:

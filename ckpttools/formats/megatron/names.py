@@ -68,3 +68,16 @@ def to_local(name: str, pipeline: Pipeline, p: int, v: int) -> str | None:
     if _LAST.fullmatch(name):
         return name if pipeline.is_last(p, v) else None
     return name
+
+
+def param_to_local(name: str, stage: str, pipeline: Pipeline, p: int, v: int) -> str | None:
+    """Return the name of a parameter in a chunk; None where its rule's ``stage`` puts it elsewhere.
+
+    >>> param_to_local("my_head.weight", "last", Pipeline(((2,), (2,))), 0, 0) is None
+    True
+    """
+    if stage == "first":
+        return name if pipeline.is_first(p, v) else None
+    if stage == "last":
+        return name if pipeline.is_last(p, v) else None
+    return to_local(name, pipeline, p, v)

@@ -78,7 +78,15 @@ class RankFiles:
 
     def params(self, chunk: int) -> dict[str, TensorRef]:
         """Return a chunk's parameters in module order, by the names in the file."""
-        return {k: v for k, v in self.models[chunk].items() if isinstance(v, TensorRef)}
+        return {
+            name: value
+            for name, value in self.models[chunk].items()
+            if isinstance(value, TensorRef) and not name.endswith(EXTRA_STATE)
+        }
+
+    def extra_states(self, chunk: int) -> dict[str, object]:
+        """Return what modules keep beside parameters (Transformer Engine's fp8 scales)."""
+        return {k: v for k, v in self.models[chunk].items() if k.endswith(EXTRA_STATE)}
 
 
 def is_model_key(key: str) -> bool:
@@ -105,7 +113,10 @@ def read_rank(iteration: IterationDirectory, tp: int, pp: int) -> RankFiles:
     _check_iteration(tree, iteration, where)
     settings = settings_of(tree.get("args"), where)
     args = entry(tree, "args", Inert, where)
+    models = _models(tree, where)
     load_small_payloads(model_file, {k: v for k, v in tree.items() if not is_model_key(k)})
+    extra = [v for model in models for k, v in model.items() if k.endswith(EXTRA_STATE)]
+    load_small_payloads(model_file, extra)
     optimizer_path = directory / OPTIMIZER_FILE
     optimizer_file = read_torch_file(optimizer_path) if optimizer_path.exists() else None
     prefix = f"{iteration.name}/{directory.name}"
@@ -119,7 +130,7 @@ def read_rank(iteration: IterationDirectory, tp: int, pp: int) -> RankFiles:
         tree=tree,
         settings=settings,
         args=args,
-        models=_models(tree, where),
+        models=models,
         optimizers=_optimizers(tree, optimizer_file, where),
     )
 
@@ -149,13 +160,7 @@ def _model(model: Mapping[object, object], where: str) -> dict[str, object]:
     """Check the entries of one model chunk."""
     entries: dict[str, object] = {}
     for name, value in as_tree(model, where).items():
-        if name.endswith(EXTRA_STATE):
-            if value is not None:
-                raise UnsupportedError(
-                    f"{where}: {name} must be None (extra state is not supported), got "
-                    f"{type(value).__name__}"
-                )
-        elif not isinstance(value, TensorRef):
+        if not name.endswith(EXTRA_STATE) and not isinstance(value, TensorRef):
             raise FormatError(f"{where}: {name} must be a tensor, got {type(value).__name__}")
         entries[name] = value
     return entries

@@ -27,6 +27,7 @@ from ckpttools.formats.megatron.directory import (
 )
 from ckpttools.formats.megatron.fit import BufferFit
 from ckpttools.formats.megatron.join import Joined, join
+from ckpttools.formats.megatron.names import to_global
 from ckpttools.formats.megatron.ranks import RankFiles, is_model_key, read_rank
 from ckpttools.formats.megatron.state import (
     BufferId,
@@ -144,7 +145,7 @@ def _candidates(
             found.append(([name], buffers, cuts_from))
     candidates = []
     for layouts, buffers, cuts_from in found:
-        state = _state(iteration, ranks, joined, tuple(layouts), buffers, cuts_from)
+        state = _state(iteration, ranks, joined, options, tuple(layouts), buffers, cuts_from)
         candidates.append(Candidate(tuple(layouts), build_manifest(iteration, ranks, state)))
     return tuple(candidates), tuple(refused)
 
@@ -153,6 +154,7 @@ def _state(
     iteration: IterationDirectory,
     ranks: Mapping[RankId, RankFiles],
     joined: Joined,
+    options: ReadOptions,
     layouts: tuple[str, ...],
     buffers: Buffers,
     cuts_from: str,
@@ -176,8 +178,23 @@ def _state(
         slots=tuple(MASTER if s == "param" else s for s in saved[0].tensors) if saved else (),
         buffers=buffers,
         cuts_from=cuts_from,
+        extra_states=_extra_states(ranks, joined),
+        accept_loss=options.accept_loss,
         optimizer_location=saved[0].tensors["param"][0].storage.location if saved else "cpu",
     )
+
+
+def _extra_states(
+    ranks: Mapping[RankId, RankFiles], joined: Joined
+) -> dict[tuple[int, str], object]:
+    """Return the extra state of every module on every tensor rank, by its global name."""
+    found: dict[tuple[int, str], object] = {}
+    for (t, p), files in ranks.items():
+        for v in range(joined.pipeline.vpp):
+            for name, value in files.extra_states(v).items():
+                place = to_global(name, joined.pipeline, p, v, where=files.where)
+                found[t, place] = value
+    return found
 
 
 def _without_model(tree: Mapping[str, object]) -> dict[str, object]:

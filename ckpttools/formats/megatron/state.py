@@ -64,7 +64,7 @@ class MegatronState:
     ``chunks`` are the parameters of each model chunk in module order. ``entries`` are the names
     of all entries of ``model`` with global layer numbers, in module order, ``_extra_state`` among
     them; ``modules`` those of its ``_metadata``. ``trees`` are the rank files' top-level dicts,
-    with None in place of the model.
+    with None in place of the model. ``extra_states`` are by tensor rank and global entry name.
     """
 
     iteration_name: str
@@ -84,6 +84,8 @@ class MegatronState:
     buffers: Buffers
     cuts_from: str
     optimizer_location: str
+    extra_states: Mapping[tuple[int, str], object]
+    accept_loss: frozenset[str]
 
     @property
     def params(self) -> tuple[ParamInfo, ...]:

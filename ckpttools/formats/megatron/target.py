@@ -9,12 +9,36 @@ from ckpttools.errors import LayoutError, UsageError
 from ckpttools.formats import Target
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.chunks import rank_boxes
-from ckpttools.formats.megatron.names import to_local
+from ckpttools.formats.megatron.names import param_to_local
 from ckpttools.formats.megatron.state import ChunkId, MegatronState, ParamInfo
 from ckpttools.layout.pipeline import Pipeline, Split, split_layers
+from ckpttools.manifest import WEIGHT, Manifest
 
 OUTPUT_WEIGHT = "output_layer.weight"
 OUTPUT_EXTRA_STATE = "output_layer._extra_state"
+
+
+def selected(source: Manifest, state: MegatronState) -> MegatronState:
+    """Return the state of what ``source`` still has: all of it, or the weights alone.
+
+    Raises:
+        UsageError: a weight is missing, or some of the optimizer's tensors.
+    """
+    names = {info.canonical for info in state.params}
+    index = source.index()
+    for name in names:
+        if (name, WEIGHT) not in index:
+            raise UsageError(f"--to megatron: must have every weight, got none of {name}")
+    missing = [(n, s) for s in state.slots for n in names if (n, s) not in index]
+    if not missing:
+        return state
+    if len(missing) < len(names) * len(state.slots):
+        name, slot = min(missing)
+        raise UsageError(
+            f"--to megatron: must have all of the optimizer's tensors or none, got none of {name} "
+            f"({slot})"
+        )
+    return replace(state, slots=(), buffer_keys={}, groups=None)
 
 
 def target_run(state: MegatronState, target: Target) -> tuple[Run, Pipeline]:
@@ -76,15 +100,16 @@ def deal(
 ) -> dict[ChunkId, tuple[ParamInfo, ...]]:
     """Return the parameters of each model chunk, with the target's shapes, in module order."""
     infos = {info.name: info for info in state.params}
+    params = [
+        _info(state, run, infos, name) for name in entries if name in infos or name == OUTPUT_WEIGHT
+    ]
     chunks: dict[ChunkId, tuple[ParamInfo, ...]] = {}
     for p, v in pipeline.chunks():
-        names = [
-            name
-            for name in entries
-            if to_local(name, pipeline, p, v) is not None
-            and (name in infos or name == OUTPUT_WEIGHT)
-        ]
-        chunks[p, v] = tuple(_resize(_info(state, run, infos, name), run) for name in names)
+        chunks[p, v] = tuple(
+            _resize(info, run)
+            for info in params
+            if param_to_local(info.name, info.rule.stage, pipeline, p, v) is not None
+        )
     return chunks
 
 

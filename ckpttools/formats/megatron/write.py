@@ -27,7 +27,7 @@ from ckpttools.formats.megatron.chunks import (
     local_shape_of,
 )
 from ckpttools.formats.megatron.directory import MODEL_FILE, OPTIMIZER_FILE, TRACKER, rank_name
-from ckpttools.formats.megatron.names import to_local
+from ckpttools.formats.megatron.names import param_to_local, to_local
 from ckpttools.formats.megatron.state import (
     BufferId,
     Buffers,
@@ -35,7 +35,7 @@ from ckpttools.formats.megatron.state import (
     ParamInfo,
     optimizer_chunks,
 )
-from ckpttools.formats.megatron.target import deal, target_entries, target_run
+from ckpttools.formats.megatron.target import deal, selected, target_entries, target_run
 from ckpttools.layout.box import row_major_strides
 from ckpttools.layout.megatron import BufferLayout, Cuts, buffer_layout
 from ckpttools.layout.pipeline import Pipeline
@@ -55,6 +55,7 @@ def lay_out_checkpoint(source: Manifest, target: Target, root: str) -> Draft:
         raise UsageError(
             f"--to megatron: needs a source with Megatron's arguments, got format {source.format}"
         )
+    state = selected(source, state)
     run, pipeline = target_run(state, target)
     return _Writer(source, state, run, pipeline, target).draft(root)
 
@@ -90,6 +91,7 @@ class _Writer:
         self.notes: list[str] = []
         self.entries = target_entries(state, run)
         self.chunks = deal(state, run, pipeline, self.entries)
+        self.params = {info.name for chunk in self.chunks.values() for info in chunk}
         self.buffers = self._lay_out_buffers(target)
         self.padded = next(
             (
@@ -284,10 +286,14 @@ class _Writer:
         infos = {info.name: info for info in self.chunks[p, v]}
         model: OrderedDict[str, object] = OrderedDict()
         for name in self.entries:
-            local = to_local(name, self.pipeline, p, v)
-            if local is not None:
-                info = infos.get(name)
-                model[local] = self._weight(info, storages, t, p, v) if info else None
+            info = infos.get(name)
+            if info is not None:
+                local = param_to_local(name, info.rule.stage, self.pipeline, p, v)
+                model[local or name] = self._weight(info, storages, t, p, v)
+            elif name not in self.params:
+                local = to_local(name, self.pipeline, p, v)
+                if local is not None:
+                    model[local] = carry.extra_state(name, self.state, self.run, t)
         if self.state.modules is not None:
             metadata: OrderedDict[str, object] = OrderedDict()
             for name, value in self.state.modules.items():
