@@ -29,7 +29,7 @@ docs: .venv/.installed-docs
 	.venv/bin/mkdocs build --strict
 
 bench: .venv/.installed
-	set -e; for script in benchmarks/bench_*.py; do .venv/bin/python $$script; done
+	.venv/bin/python benchmarks/reshard.py --size 2GB
 
 clean:
 	rm -rf .venv .venv-peers .venv-demo build dist site *.egg-info
