@@ -252,17 +252,13 @@ def run_jobs(
     queue = iter(jobs)
 
     def worker() -> None:
-        try:
-            while not stop.is_set():
-                with lock:
-                    batch = list(islice(queue, 4))
-                if not batch:
-                    return
-                for job in batch:
-                    work(job, buffers)
-        except BaseException:
-            stop.set()
-            raise
+        while not stop.is_set():
+            with lock:
+                batch = list(islice(queue, 4))
+            if not batch:
+                return
+            for job in batch:
+                work(job, buffers)
 
     with ThreadPoolExecutor(resources.workers) as executor:
         futures = [executor.submit(worker) for _ in range(resources.workers)]
