@@ -24,6 +24,7 @@ from ckpttools.errors import (
     StorageError,
     UnknownFormatError,
     UsageError,
+    system_errors,
 )
 from ckpttools.executor import Resources
 from ckpttools.formats import Format, ReadOptions, Target, registry
@@ -31,7 +32,12 @@ from ckpttools.manifest import WEIGHT, Manifest
 from ckpttools.plan import Plan, make_plan
 from ckpttools.report import Report
 from ckpttools.selection import Selection
-from ckpttools.storage.commit import Staging, check_apart, check_destination
+from ckpttools.storage.commit import (
+    Staging,
+    check_apart,
+    check_destination,
+    check_not_written,
+)
 from ckpttools.verification import Verification
 
 __all__ = [
@@ -69,6 +75,7 @@ def formats_table() -> dict[str, str]:
     return {name: fmt.about for name, fmt in registry().items()}
 
 
+@system_errors()
 def detect_format(path: str | Path, name: str | None = None) -> Format:
     """Return the format of ``path``, by names alone.
 
@@ -94,6 +101,7 @@ def detect_format(path: str | Path, name: str | None = None) -> Format:
     return found[0]
 
 
+@system_errors()
 def open_checkpoint(
     path: str | Path,
     *,
@@ -132,6 +140,7 @@ def plan_reshard(source: Manifest, target: Target, *, to: str | None = None) -> 
     return make_plan(source, draft.manifest, left_out=draft.left_out)
 
 
+@system_errors()
 def reshard(
     source: str | Path,
     destination: str | Path,
@@ -161,6 +170,7 @@ def reshard(
     paths = str(source), str(destination)
     if not dry_run:
         check_destination(Path(destination).absolute(), overwrite=overwrite)
+        check_not_written(Path(destination).absolute())
         check_apart(Path(source), Path(destination))
     opened = open_checkpoint(
         source, format=format, options=options, resources=resources, cross_check=cross_check
@@ -172,11 +182,15 @@ def reshard(
     if dry_run:
         return conversion.report_of(opened, draft, plan, resources, paths, dry_run=True, lost=lost)
     job_id = job.job_of(opened.stamps, draft, plan, resources)
-    with Staging(destination, job=job_id, overwrite=overwrite, resume=resume) as staging:
+    with (
+        Staging(destination, job=job_id, overwrite=overwrite, resume=resume) as staging,
+        system_errors(),
+    ):
         draft, plan = conversion.under(draft, plan, staging.path)
         conversion.check_room(draft, staging.path)
         reused = conversion.write(draft, plan, resources, staging.journal, stage)
-        proof = conversion.prove(fmt, opened, plan, options, resources, stage)
+        staging.begin_sync()
+        proof = conversion.prove(fmt, opened, plan, options, resources, stage, resumed=bool(reused))
         job.check_unchanged(opened.manifest, opened.stamps)
         others = staging.others
         staging.publish()
@@ -223,6 +237,7 @@ def strip(
     return reshard(source, destination, selection=selection, **options)  # type: ignore[arg-type]  # passed on
 
 
+@system_errors()
 def verify(
     path: str | Path,
     *,
@@ -300,6 +315,7 @@ def verify(
     )
 
 
+@system_errors()
 def diff(
     a: str | Path,
     b: str | Path,
@@ -326,6 +342,7 @@ def diff(
     return comparison.compare(opened[0].manifest, opened[1].manifest, resources, progress)
 
 
+@system_errors()
 def digest(
     path: str | Path,
     *,
@@ -346,6 +363,7 @@ def digest(
     return digests.checkpoint_digest(result), result
 
 
+@system_errors()
 def inspect(
     path: str | Path,
     *,

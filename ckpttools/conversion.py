@@ -3,7 +3,8 @@
 1. Every file of the draft is created in full size; headers are written.
 2. The plan is executed; checksums are folded from the pieces as they pass, and written.
 3. The new files are read back by the format's own reader, as a stranger would, and every byte of
-   every tensor is compared with the source; every other byte is checked against its checksum.
+   every tensor is compared with the source. Where work was resumed, every other byte is checked
+   against its checksum too.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from ckpttools import comparison, digests
 from ckpttools.errors import MismatchError, StorageError
 from ckpttools.executor import Buffers, Progress, Resources, execute, run_jobs
 from ckpttools.formats import Draft, Format, Patch, ReadOptions, Target, Written
-from ckpttools.job import Stamps, proven
+from ckpttools.job import Stamps, bytes_of, is_whole, make_files, new_place, proven
 from ckpttools.layout.box import Box
-from ckpttools.manifest import File, Manifest, TensorSpec, summary_by_slot
+from ckpttools.manifest import Manifest, TensorSpec, summary_by_slot
 from ckpttools.plan import Plan, TensorPlan, make_plan
 from ckpttools.report import Report, size_text
 from ckpttools.selection import Selection, select
 from ckpttools.storage.journal import Journal
-from ckpttools.storage.local import FilePool, create_file, write_new_file
+from ckpttools.storage.local import FilePool, write_new_file
 from ckpttools.tiles import cut_tiles, read_tile
 
 Stage = Callable[[str, int], Progress | None]
@@ -93,19 +94,13 @@ def check_room(draft: Draft, place: Path) -> None:
     Raises:
         StorageError: too little is free.
     """
-    need = sum(f.size_bytes for f in draft.manifest.files if not _is_whole(place, f))
+    need = sum(f.size_bytes for f in draft.manifest.files if not is_whole(place, f))
     free = shutil.disk_usage(place).free
     if need > free:
         raise StorageError(
             f"{place.parent}: must have {size_text(need)} free, got {size_text(free)}",
             hint="free some room, or choose another disk",
         )
-
-
-def _is_whole(root: Path, file: File) -> bool:
-    """Say whether a file of an earlier run has its full size."""
-    place = root / file.path
-    return place.is_file() and place.stat().st_size == file.size_bytes
 
 
 def write(
@@ -120,15 +115,11 @@ def write(
         StorageError: a file can't be read or written.
     """
     root = Path(draft.manifest.root)
-    if not all(_is_whole(root, file) for file in draft.manifest.files):
-        journal.restart()
-    for file in draft.manifest.files:
-        place = root / file.path
-        if not journal.known:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink(missing_ok=True)
-            create_file(place, file.size_bytes)
-    finished = {done.number: done for done in proven(draft.manifest, journal.known, resources)}
+    make_files(draft.manifest)
+    known = journal.known
+    progress = stage("check", bytes_of(known)) if stage and known else None
+    right = proven(draft.manifest, known, resources, progress)
+    finished = {done.number: done for done in right}
     _patch(draft, draft.patches)
     log = digests.DigestLog() if draft.wants_digests else None
     progress = stage("write", plan.stored_bytes) if stage else None
@@ -144,10 +135,7 @@ def write(
     finish = draft.finish(Written(pieces.crc32(draft.seals), sums))
     _patch(draft, finish.patches)
     for new in finish.new_files:
-        place = root / new.path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.unlink(missing_ok=True)
-        write_new_file(place, new.data)
+        write_new_file(new_place(root / new.path), new.data)
     return len(finished)
 
 
@@ -166,13 +154,20 @@ def prove(
     options: ReadOptions,
     resources: Resources,
     stage: Stage | None,
+    *,
+    resumed: bool = False,
 ) -> tuple[str, ...]:
     """Read the new files back and compare them with the source; return what was proven.
+
+    Bytes that are no tensor's were just made by this process; where an earlier one made some of
+    the files, they are held against their checksums too.
 
     Raises:
         MismatchError: something differs.
     """
     root = Path(plan.dst.root)
+    if resumed and (problems := fmt.check(root)):
+        raise MismatchError(f"{root}: must be sound after work was resumed, got {problems[0]}")
     reading = fmt.read(root, options)
     again = [c.manifest for c in reading.candidates if _same_places(c.manifest, plan.dst)]
     if len(again) != 1:

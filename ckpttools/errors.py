@@ -7,6 +7,9 @@ expect, so that ``except ValueError`` keeps its meaning.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class CkptError(Exception):
     """Root of all errors that ckpttools raises on purpose.
@@ -65,3 +68,20 @@ class StorageError(CkptError, OSError):
 
 class UsageError(CkptError, ValueError):
     """A request contradicts itself or leaves out what only the user knows."""
+
+
+@contextmanager
+def system_errors() -> Iterator[None]:
+    """Raise what the system refuses as StorageError; a context, or a function's decorator.
+
+    Raises:
+        StorageError: an OSError came up that is none.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        where = error.filename if error.filename is not None else "the system"
+        raise StorageError(f"{where}: can't use it: {reason}") from error

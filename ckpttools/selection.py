@@ -45,7 +45,10 @@ def select(manifest: Manifest, selection: Selection) -> tuple[Manifest, tuple[Te
     """
     for pattern in (*selection.include, *selection.exclude):
         if not any(matches(pattern, spec) for spec in manifest.tensors):
-            raise UsageError(f"{pattern}: must match a tensor's name or slot, got none that does")
+            raise UsageError(
+                f"{pattern}: must match a tensor's name or slot, got none that does",
+                hint=f"slots are {', '.join(manifest.slots())}; `ckpttools inspect -v` lists names",
+            )
     kept = [i for i, spec in enumerate(manifest.tensors) if selection.takes(spec)]
     if not kept:
         raise UsageError("selection: must leave a tensor, got none")

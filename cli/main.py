@@ -13,7 +13,7 @@ import click
 
 from ckpttools.errors import CkptError
 
-COMMANDS = ("inspect", "reshard", "gather", "verify", "diff", "digest", "formats")
+COMMANDS = ("inspect", "reshard", "gather", "strip", "verify", "diff", "digest", "formats")
 
 
 class _Commands(click.Group):

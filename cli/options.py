@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ckpttools.api import ReadOptions, Resources
+from ckpttools.api import ReadOptions, Resources, Selection
 
 Command = Callable[..., Any]
 
@@ -111,6 +111,7 @@ def conversion_options(command: Command) -> Command:
                     command,
                     click.option("--dry-run", is_flag=True, help="Plan only; write nothing."),
                     click.option("--overwrite", is_flag=True, help="Replace DST, atomically."),
+                    click.option("--resume", is_flag=True, help="Go on with unfinished work."),
                     json_option,
                     click.option(
                         "-v", "--verbose", is_flag=True, help="Tell more of what was carried."
@@ -118,6 +119,29 @@ def conversion_options(command: Command) -> Command:
                 )
             )
         )
+    )
+
+
+def selection_options(command: Command) -> Command:
+    """Add patterns of tensors; hand over ``selection``."""
+
+    @wraps(command)
+    def call(
+        *args: object, include: tuple[str, ...], exclude: tuple[str, ...], **given: Any
+    ) -> object:
+        return command(*args, selection=Selection(include, exclude), **given)
+
+    return _with(
+        call,
+        click.option(
+            "--include",
+            metavar="PATTERN",
+            multiple=True,
+            help="Take only tensors of this name, slot or name:slot; may be repeated.",
+        ),
+        click.option(
+            "--exclude", metavar="PATTERN", multiple=True, help="Leave such tensors out; the same."
+        ),
     )
 
 

@@ -133,19 +133,25 @@ def slot_values(case: oracle.Case, root: Path, tp: int, pp: int, slot: str) -> I
         yield find
 
 
-def weights(tree: Any) -> dict[str, TensorRef]:
-    """Return the tensors of a model file's ``model``, by the names in the file."""
-    return {k: v for k, v in tree["model"].items() if isinstance(v, TensorRef)}
+def chunks(tree: Any) -> list[str]:
+    """Return the keys of a model file's chunks: ``model``, or ``model0``, ``model1`` …."""
+    return [key for key in tree if re.fullmatch("model[0-9]*", key)]
+
+
+def weights(tree: Any, chunk: str = "model") -> dict[str, TensorRef]:
+    """Return the tensors of a model chunk, by the names in the file."""
+    return {k: v for k, v in tree[chunk].items() if isinstance(v, TensorRef)}
 
 
 def with_own_storages(root: Path) -> Path:
     """Give every weight a storage of its own, as files have them that another tool wrote."""
 
     def detach(tree: Any) -> None:
-        for name, tensor in weights(tree).items():
-            storage = StorageRef(tensor.dtype, tensor.numel, tensor.storage.location)
-            storage.payload = values(tensor).tobytes()
-            tree["model"][name] = replace(tensor, storage=storage, offset=0)
+        for key in chunks(tree):
+            for name, tensor in weights(tree, key).items():
+                storage = StorageRef(tensor.dtype, tensor.numel, tensor.storage.location)
+                storage.payload = values(tensor).tobytes()
+                tree[key][name] = replace(tensor, storage=storage, offset=0)
 
     return edit_all(root, MODEL, detach)
 

@@ -104,9 +104,9 @@ def _gathered(tmp_path: Path) -> Path:
     return whole
 
 
-@pytest.mark.parametrize("name", ["zarr", "Megatron", ""])
+@pytest.mark.parametrize("name", ["zar", "Megatron", ""])
 def test_an_unknown_format_name_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnknownFormatError, match="must be one of megatron, safetensors, got"):
+    with pytest.raises(UnknownFormatError, match="must be one of megatron, safetensors, zarr, got"):
         api.detect_format(TP1, name)
     with pytest.raises(UnknownFormatError, match="--to: must be one of"):
         api.reshard(TP1, tmp_path / "out", to=name or "none")
@@ -145,7 +145,10 @@ REFUSED = [
     (Target(world=1), "--world: must be TP 2 x PP 1 x CP 1 x DP, got 1"),
     (Target(world=8, dp=2), "--world: must be TP 2 x PP 1 x CP 1 x DP, got 8"),
     (Target(tp=3), "--tp: must divide the 4 attention heads, got 3"),
-    (Target(pp=3), "--pp: must divide the 2 layers, got 3"),
+    (Target(pp=3), "--pp 3 --vpp 1: pipeline: 2 layers must divide over 3 stages, got a rest"),
+    (Target(pp=2, vpp=2), "--pp 2 --vpp 2: pipeline: layers of each stage must divide over 2 mod"),
+    (Target(vpp=2), "--vpp: needs more than one pipeline stage, got 2"),
+    (Target(pp=2, first_stage_layers=2), "--pp 2 --vpp 1: pipeline: 0 layers must divide over 1"),
     (Target(dp=0), "--dp: must be at least 1, got 0"),
 ]
 
@@ -217,7 +220,7 @@ def test_overwrite_that_fails_leaves_the_old_checkpoint_as_it_was(
     api.reshard(source, out, target=Target(tp=1))
     before = listing(out)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise StorageError("disk: must work, got an error")
 
     monkeypatch.setattr(api.conversion, "prove", fail)

@@ -11,18 +11,21 @@ import megatron_hostile as hostile
 import oracle_megatron as oracle
 import pytest
 from megatron_faults import BY_POSITION, FAULTS, TP1, TP2
+from megatron_stage_faults import STAGE_FAULTS
 
 from ckpttools import api
 from ckpttools.api import ReadOptions, Target
 from ckpttools.storage.inert import Inert, new_global
 
+ALL_FAULTS = FAULTS | STAGE_FAULTS
 
-@pytest.mark.parametrize("label", FAULTS)
+
+@pytest.mark.parametrize("label", ALL_FAULTS)
 def test_fault_is_refused_with_place_rule_and_value(
     label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fault = FAULTS[label]
+    fault = ALL_FAULTS[label]
     root = edit.copy_of(fault.fixture, tmp_path / "src")
     fault.change(root)
     message = fault.message.replace("{root}", re.escape(str(root)))
@@ -34,14 +37,16 @@ def test_fault_is_refused_with_place_rule_and_value(
 
 
 @pytest.mark.parametrize("label", hostile.OPTIMIZER_FILES)
-def test_optimizer_file_of_another_version_or_with_a_fault_is_refused(
+def test_optimizer_file_of_no_known_version_of_another_model_or_with_a_fault_is_refused(
     label: str, tmp_path: Path
 ) -> None:
     root = edit.tiny(tmp_path / "src")
-    (place,) = edit.rank_files(root, edit.OPTIMIZER)
+    (model,), (place,) = (edit.rank_files(root, file) for file in (edit.MODEL, edit.OPTIMIZER))
     shutil.copyfile(hostile.FOLDER / f"distrib_optim_{label}.pt", place)
     _, message, code = hostile.OPTIMIZER_FILES[label]
-    edit.assert_refused(root, f"{re.escape(str(place))}: {message}")
+    for name, path in (("{model}", model), ("{optimizer}", place)):
+        message = message.replace(name, re.escape(str(path)))
+    edit.assert_refused(root, message)
     assert edit.run_cli("verify", root).code == code
 
 
@@ -243,11 +248,14 @@ def test_same_rules_in_a_file_of_ones_own_are_taken(source: Path, tmp_path: Path
     assert outcome.code == 0
 
 
+LAYOUTS = "core-0.13, core-0.12, core-0.7, core-0.6, core-0.5"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--layout", "core-0.1"), "--layout: must be one of core-0.13, core-0.12, got 'core-0.1'"),
-        (("--format", "zip"), "format: must be one of megatron, safetensors, got 'zip'"),
+        (("--layout", "core-0.1"), f"--layout: must be one of {LAYOUTS}, got 'core-0.1'"),
+        (("--format", "zip"), "format: must be one of megatron, safetensors, zarr, got 'zip'"),
     ],
 )
 def test_name_that_does_not_exist_is_no_damage_of_the_checkpoint(
@@ -262,7 +270,12 @@ def test_name_that_does_not_exist_is_no_damage_of_the_checkpoint(
     ("options", "message"),
     [
         (("--tp", 3), "--tp: must divide the 2 attention heads, got 3"),
-        (("--pp", 2), "--pp: must divide the 1 layers, got 2"),
+        (("--pp", 2), "--pp 2 --vpp 1: pipeline: 1 layers must divide over 2 stages, got .*"),
+        (("--vpp", 2), "--vpp: needs more than one pipeline stage, got 2"),
+        (
+            ("--first-stage-layers", 2),
+            "--pp 1 --vpp 1: pipeline: -1 layers must divide over 0 stages, got .*",
+        ),
         (("--world", 3, "--tp", 2), "--world: must be TP 2 x PP 1 x CP 1 x DP, got 3"),
     ],
 )

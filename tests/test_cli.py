@@ -57,7 +57,8 @@ TARGET = ("--tp", "1", "--pp", "2", "--dp", "4")
 COULD_NOT_RUN = [
     (("inspect", "nowhere"), "nowhere: must exist, got no such path", ""),
     (("inspect", "empty"), "empty: must be of exactly one known format, got none", "known are"),
-    (("inspect", "run7", "--format", "zarr"), "format: must be one of megatron, safetensors", ""),
+    (("inspect", "run7", "--format", "zar"), "must be one of megatron, safetensors, zarr, got", ""),
+    (("inspect", "run7", "--format", "zarr"), "zarr.json: ", ""),
     (("verify", "nowhere"), "nowhere: must exist", ""),
     (("verify", "empty"), "empty: must be of exactly one known format", "known are"),
     (("verify", "run7", "--against", "nowhere"), "nowhere: must exist", ""),
@@ -65,11 +66,19 @@ COULD_NOT_RUN = [
     (("digest", "nowhere"), "nowhere: must exist", ""),
     (("gather", "nowhere", "out"), "nowhere: must exist", ""),
     (("reshard", "nowhere", "out"), "nowhere: must exist", ""),
-    (("reshard", "run7", "out", "--to", "zarr"), "--to: must be one of megatron", ""),
+    (("reshard", "run7", "out", "--to", "zar"), "--to: must be one of megatron, safetensors", ""),
+    (("reshard", "run7", "out", "--to", "zarr", "--tp", "1"), "whole tensors have no topology", ""),
     (("reshard", "run7", "empty"), "the destination must not exist", "or give --overwrite"),
     (("reshard", "run7", "no/out"), "no: must be a directory, got none", ""),
     (("reshard", "run7", "run7/out"), "must lie outside of the source", ""),
     (("reshard", "run7", "out", "--tp", "3"), "--tp: must divide the 4 attention heads, got 3", ""),
+    (("reshard", "run7", "out", "--pp", "3"), "--pp 3 --vpp 1: pipeline: 2 layers must divide", ""),
+    (("reshard", "run7", "out", "--vpp", "2"), "--vpp: needs more than one pipeline stage", ""),
+    (
+        ("reshard", "run7", "out", "--pp", "2", "--first-stage-layers", "2"),
+        "--pp 2 --vpp 1: pipeline: 0 layers must divide over 1 stages",
+        "",
+    ),
     (("reshard", "run7", "out", "--world", "7"), "--world: must be TP 2 x PP 1", ""),
     (("reshard", "run7", "out", "--memory", "1kB"), "memory: must be at least", ""),
     (("reshard", "run7", "out", "--rules", "nowhere"), "nowhere: ", ""),
@@ -105,8 +114,11 @@ WRONG_USAGE = [
     (("reshard", "run7", "out", "--bucket-size", "big"), "elements or 'none', got 'big'"),
     (("reshard", "run7", "out", "--memory", "much"), "'much' is not a size such as 64MiB"),
     (("reshard", "run7", "out", "--workers", "0"), "0 is not in the range"),
-    (("reshard", "run7", "out", "--accept-loss", "all"), "'all' is not 'optimizer'"),
-    (("gather", "run7", "out", "--to", "zarr"), "'zarr' is not 'safetensors'"),
+    (("reshard", "run7", "out", "--accept-loss", "all"), "'all' is not one of 'optimizer',"),
+    (("reshard", "run7", "out", "--vpp", "0"), "0 is not in the range x>=1"),
+    (("reshard", "run7", "out", "--first-stage-layers", "0"), "0 is not in the range x>=1"),
+    (("reshard", "run7", "out", "--last-stage-layers", "all"), "'all' is not a valid integer"),
+    (("gather", "run7", "out", "--to", "megatron"), "'megatron' is not one of 'safetensors', 'za"),
     (("gather", "run7", "out", "--tp", "1"), "No such option"),
     (("verify", "run7", "--require", "scaler"), "'scaler' is not 'optimizer'"),
 ]
@@ -136,6 +148,8 @@ def test_what_succeeds_exits_0_through_the_whole_main_job(run: Run) -> None:
         (("diff", "run7", "out"), "60 tensors compared, 306.9 kB: equal"),
         (("gather", "out", "whole"), "megatron TP1 PP2 DP4 -> safetensors\n"),
         (("verify", "whole", "--against", "run7", "--require", "optimizer"), "\nok\n"),
+        (("gather", "out", "store", "--to", "zarr"), "megatron TP1 PP2 DP4 -> zarr\n"),
+        (("verify", "store", "--against", "whole", "--require", "optimizer"), "\nok\n"),
         (("digest", "out"), "output_layer.weight"),
         (("formats",), "megatron"),
     ):
@@ -213,6 +227,8 @@ JSON_COMMANDS = [
     ("reshard", "run7", "out", *TARGET),
     ("reshard", "run7", "out", "--dry-run"),
     ("gather", "run7", "out"),
+    ("gather", "run7", "out", "--to", "zarr"),
+    ("strip", "run7", "out"),
     ("verify", "run7"),
     ("verify", "run7", "--against", "run7"),
     ("diff", "run7", "run7"),
@@ -351,7 +367,7 @@ def test_ctrl_c_while_writing_leaves_nothing_behind(tmp_path: Path) -> None:
     program = (
         "import os, signal\n"
         "from ckpttools import conversion\n"
-        "conversion.prove = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n" + CKPTTOOLS
+        "conversion.prove = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n" + CKPTTOOLS
     )
     done = process(program, "reshard", source, "out", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (130, "")

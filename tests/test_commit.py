@@ -57,8 +57,8 @@ def test_a_new_destination_appears_whole(
         request.getfixturevalue("no_renameat2")
     with Staging(tmp_path / "out") as staging:
         fill(staging.path, "new")
-        assert names(tmp_path) == [staging.path.name]
-        assert re.fullmatch(r"\.out\.partial-[0-9a-f]{8}", staging.path.name)
+        assert names(tmp_path) == [staging.path.name, f"{staging.path.name}.journal"]
+        assert re.fullmatch(r"\.out\.partial-[0-9a-f]{12}", staging.path.name)
         staging.publish()
         assert content(tmp_path / "out") == "new"
     assert names(tmp_path) == ["out"]

@@ -57,7 +57,7 @@ def test_without_the_64_alignment_no_real_checkpoint_is_understood(
     monkeypatch.setattr(formula, "PARAM_ALIGNMENT", 1)
     found = re.search(MISPLACED, assert_refused(case.directory, tmp_path, MISPLACED))
     assert found is not None
-    (buffer,) = case.layout()[0]["buffers"]
+    buffer = case.layout()[0]["buffers"][0]
     live = {param["name"]: param["start"] for param in buffer["params"]}
     assert int(found[3]) == live[found[1]] > int(found[2])
 
@@ -106,12 +106,10 @@ def params_of(case: oracle.Case, buffer: dict[str, Any]) -> list[BufferParam]:
 def geometry(case: oracle.Case) -> tuple[list[object], list[object]]:
     """Return what the formula says and what the live run had, for each rank."""
     said, had = [], []
-    for rank in case.layout():
-        (buffer,) = rank["buffers"]
+    for stage, buffer in ((rank["pp"], b) for rank in case.layout() for b in rank["buffers"]):
+        first = (stage, buffer["model_chunk"]) == (0, 0)
         layout = buffer_layout(
-            params_of(case, buffer),
-            dp=case.dp,
-            cuts=Cuts(case.bucket_size if rank["pp"] == 0 else None),
+            params_of(case, buffer), dp=case.dp, cuts=Cuts(case.bucket_size if first else None)
         )
         bounds = zip(layout.bucket_starts, layout.bucket_stops, strict=True)
         said.append(([list(pair) for pair in bounds], list(layout.bucket_unpadded)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,35 @@ def poison(case: oracle.Case, root: Path) -> int:
         if rank["dp"]:
             continue
         folder = oracle.rank_directory(root, rank["tp"], rank["pp"], pipeline=case.pp > 1)
-        (buffer,) = rank["buffers"]
-        padded = [stop - start for start, stop in buffer["bucket_indices"]]
-        unpadded = buffer["bucket_numel_unpadded"]
         for file in (edit.MODEL, edit.OPTIMIZER):
             with edit.edited(folder / file) as tree:
-                for flat in flats(tree, file):
-                    free = np.ones(len(flat), bool)
-                    for p in buffer["params"]:
-                        k = p["bucket"]
-                        shift = sum(padded[:k]) - sum(unpadded[:k])
-                        start = p["start"] - (0 if file == edit.MODEL else shift)
-                        free[start : start + p["end"] - p["start"]] = False
-                    flat[free] = NAN_BITS[flat.itemsize]
-                    poisoned += int(free.sum())
+                for buffer, tensors in zip(rank["buffers"], flats(tree, file), strict=True):
+                    for flat in tensors:
+                        free = free_elements(buffer, len(flat), saved=file == edit.OPTIMIZER)
+                        flat[free] = NAN_BITS[flat.itemsize]
+                        poisoned += int(free.sum())
     return poisoned
 
 
-def flats(tree: Any, file: str) -> list[np.ndarray]:
-    """Return the flat buffers of a file, writable."""
+def free_elements(buffer: dict[str, Any], length: int, *, saved: bool) -> np.ndarray:
+    """Say of each element of a live or saved buffer whether it belongs to no parameter."""
+    padded = [stop - start for start, stop in buffer["bucket_indices"]]
+    unpadded = buffer["bucket_numel_unpadded"]
+    free = np.ones(length, bool)
+    for p in buffer["params"]:
+        k = p["bucket"]
+        start = p["start"] - (sum(padded[:k]) - sum(unpadded[:k]) if saved else 0)
+        free[start : start + p["end"] - p["start"]] = False
+    return free
+
+
+def flats(tree: Any, file: str) -> list[list[np.ndarray]]:
+    """Return the flat tensors of each buffer of a file, writable."""
     if file == edit.MODEL:
-        return [edit.elements(next(iter(edit.weights(tree).values())).storage)]
-    (entry,) = tree[0].values()
-    return [edit.values(entry[slot]) for slot in edit.SLOTS[1:]]
+        chunks = [edit.weights(tree, key) for key in edit.chunks(tree)]
+        return [[edit.elements(next(iter(chunk.values())).storage)] for chunk in chunks]
+    entries = [next(iter(tree[i].values())) for i in range(len(tree) - 1)]
+    return [[edit.values(entry[slot]) for slot in edit.SLOTS[1:]] for entry in entries]
 
 
 def other_topology(case: oracle.Case) -> Target:
@@ -63,7 +70,7 @@ def has_nan(root: Path) -> bool:
     found = False
     for path in root.rglob("*.pt"):
         with edit.edited(path) as tree:
-            for flat in flats(tree, path.name):
+            for flat in itertools.chain(*flats(tree, path.name)):
                 kind = torch.bfloat16 if flat.itemsize == 2 else torch.float32
                 found |= bool(torch.from_numpy(flat.copy()).view(kind).isnan().any())
     return found

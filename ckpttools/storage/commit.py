@@ -17,18 +17,22 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from ckpttools.errors import StorageError
-from ckpttools.storage.journal import Journal
+from ckpttools.storage.journal import Journal, is_open
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
+_ID_DIGITS = 12
 
 
 class Staging:
@@ -51,11 +55,14 @@ class Staging:
         self.destination = Path(os.path.abspath(destination))
         self.overwrite, self.resume = overwrite, resume
         self.job = job or secrets.token_hex(16)
-        name = f".{self.destination.name}.partial-{self.job[:12]}"
+        name = f".{self.destination.name}.partial-{self.job[:_ID_DIGITS]}"
         self.path = self.destination.parent / name
         self.journal_path = self.destination.parent / f"{name}.journal"
-        self._published = False
+        self._syncing: threading.Thread | None = None
+        self._sync_error: OSError | None = None
         self._journal: Journal | None = None
+        self._resumable = True
+        self._old = self.path
 
     @property
     def journal(self) -> Journal:
@@ -66,34 +73,47 @@ class Staging:
 
     @property
     def others(self) -> list[str]:
-        """Names of staging directories of other work for the same destination."""
-        prefix = f".{self.destination.name}.partial-"
-        names = (path.name for path in self.destination.parent.iterdir() if path.is_dir())
-        return sorted(n for n in names if n.startswith(prefix) and n != self.path.name)
+        """Names of what other work for the same destination has left beside it."""
+        mine = self.path.name, self.journal_path.name
+        names = [p.name for p in _leftovers(self.destination) if p.name not in mine]
+        return sorted({name.removesuffix(".journal") for name in names})
 
     def __enter__(self) -> Self:
         repair(self.destination)
         check_destination(self.destination, overwrite=self.overwrite)
         try:
             journal = Journal.start(self.journal_path, {"job": self.job})
+        except StorageError:
+            raise
+        except OSError as error:
+            raise _not_writable(self.path.parent, error) from error
+        try:
+            self._begin(journal)
+        except BaseException:
+            if not journal.known:
+                journal.remove()
+            journal.close()
+            raise
+        self._journal = journal
+        return self
+
+    def _begin(self, journal: Journal) -> None:
+        """Make the staging directory, or go on with that of an earlier run."""
+        check_not_written(self.destination, except_for=self.journal_path)
+        try:
+            if journal.known and not self.path.is_dir():
+                journal.restart()
+            if not journal.known:
+                _remove_tree(self.path)
+                self.path.mkdir()
         except OSError as error:
             raise _not_writable(self.path.parent, error) from error
         if journal.known and not self.resume:
-            journal.close()
             raise StorageError(
                 f"{self.path}: unfinished work of the same kind must be resumed or removed, got "
                 f"{len(journal.known)} finished tiles",
                 hint=f"give --resume to go on with it, or remove it and {journal.path.name}",
             )
-        if not journal.known:
-            shutil.rmtree(self.path, ignore_errors=True)
-        try:
-            self.path.mkdir(exist_ok=True)
-        except OSError as error:
-            journal.close()
-            raise _not_writable(self.path.parent, error) from error
-        self._journal = journal
-        return self
 
     def __exit__(
         self,
@@ -103,38 +123,78 @@ class Staging:
     ) -> None:
         journal = self.journal
         self._journal = None
-        keep = isinstance(error, StorageError) and not self._published and journal.count
-        if keep and isinstance(error, StorageError):
-            error.hint = (
-                f"{error.hint}; " if error.hint else ""
-            ) + f"then give --resume to go on, or remove {self.path.name} beside the destination"
-        else:
-            if self.path.is_symlink() or self.path.is_file():  # what --overwrite took the place of
-                self.path.unlink(missing_ok=True)
-            shutil.rmtree(self.path, ignore_errors=True)
-            journal.remove()
-        journal.close()
+        self._join_sync()
+        try:
+            if isinstance(error, StorageError) and self._resumable and journal.count:
+                before = f"{error.hint}; " if error.hint else ""
+                error.hint = (
+                    f"{before}then give --resume to go on, or remove {self.path.name} beside the "
+                    f"destination"
+                )
+                return
+            with suppress(OSError):  # what can't be removed stands in nobody's way
+                journal.forget()  # first: half of a directory must not be resumed
+                _remove_tree(self._old)
+                journal.remove()
+        finally:
+            journal.close()
+
+    def begin_sync(self) -> None:
+        """Begin to sync what is written, in a thread of its own; :meth:`publish` waits for it.
+
+        The disk works while the files are read back and compared.
+        """
+        self._syncing = threading.Thread(target=self._sync_early)
+        self._syncing.start()
+
+    def _sync_early(self) -> None:
+        try:
+            sync_tree(self.path)
+        except OSError as error:
+            # Kept for publish: the system tells of an error once, and the next sync may succeed.
+            self._sync_error = error
+
+    def _join_sync(self) -> None:
+        if self._syncing is not None:
+            self._syncing.join()
+            self._syncing = None
 
     def publish(self) -> None:
         """Sync the staging directory to disk and make it the destination.
 
         Raises:
-            StorageError: the system refuses; the destination is then as it was.
+            StorageError: the system refuses; the destination is then as it was, unless the message
+                says that it was published.
         """
+        self._join_sync()
         try:
+            if self._sync_error is not None:
+                raise self._sync_error
             sync_tree(self.path)
+        except OSError as error:
+            # What the disk refused may still be read back from memory, so it can't be resumed.
+            self._resumable = False
+            raise _cant_publish(self.destination, error) from error
+        try:
             if self.overwrite and os.path.lexists(self.destination):
-                _exchange(self.path, self.destination)
+                self._old = _exchange(self.path, self.destination)
             else:
                 _rename_new(self.path, self.destination)
-            self._published = True
+        except OSError as error:
+            raise _cant_publish(self.destination, error) from error
+        self._resumable = False
+        try:
             _sync(self.destination.parent)
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
+            reason = error.strerror or error
             raise StorageError(
-                f"{self.destination}: can't publish it: {error.strerror or error}"
+                f"{self.destination}: was published, but a power cut now may undo it: can't sync "
+                f"{self.destination.parent}: {reason}"
             ) from error
+
+
+def _cant_publish(destination: Path, error: OSError) -> StorageError:
+    return StorageError(f"{destination}: can't publish it: {error.strerror or error}")
 
 
 def _not_writable(place: Path, error: OSError) -> StorageError:
@@ -155,6 +215,39 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
         )
     if not destination.parent.is_dir():
         raise StorageError(f"{destination.parent}: must be a directory, got none")
+
+
+def check_not_written(destination: Path, *, except_for: Path | None = None) -> None:
+    """Refuse a destination that another process is writing, under whatever journal.
+
+    Each writer looks after it has locked its own journal, so of two at least one sees the other.
+
+    Raises:
+        StorageError: one is.
+    """
+    for path in _leftovers(destination):
+        if path.suffix == ".journal" and path != except_for and is_open(path):
+            raise StorageError(
+                f"{path}: must be free, got another process that is writing this destination"
+            )
+
+
+def _leftovers(destination: Path) -> list[Path]:
+    """Return the staging directories and journals of a destination."""
+    name = re.escape(destination.name)
+    pattern = re.compile(rf"\.{name}\.partial-[0-9a-f]{{{_ID_DIGITS}}}(\.journal)?")
+    try:
+        return [p for p in destination.parent.iterdir() if pattern.fullmatch(p.name)]
+    except OSError as error:
+        raise _not_writable(destination.parent, error) from error
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a directory with all that is in it, or a file or link; there may be none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def repair(destination: Path) -> bool:
@@ -245,8 +338,8 @@ def _rename_new(src: Path, dst: Path) -> None:
         raise OSError(code, os.strerror(code), str(dst))
 
 
-def _exchange(src: Path, dst: Path) -> None:
-    """Swap two paths atomically, or by two renames where the filesystem can't."""
+def _exchange(src: Path, dst: Path) -> Path:
+    """Put ``src`` in the place of ``dst``, atomically or by two renames; return the old one's."""
     code = _renameat2(src, dst, _RENAME_EXCHANGE)
     if code in _UNSUPPORTED:
         old = dst.parent / f".{dst.name}.old-{secrets.token_hex(4)}"
@@ -256,7 +349,7 @@ def _exchange(src: Path, dst: Path) -> None:
         except OSError:
             old.rename(dst)
             raise
-        old.rename(src)
-        return
+        return old
     if code:
         raise OSError(code, os.strerror(code), str(dst))
+    return src

@@ -69,17 +69,20 @@ class Journal:
         """
         while (descriptor := _open_locked(path)) is None:
             pass
+        journal = cls(path, descriptor, _line({"format": FORMAT, **job}))
+        end = -1
         try:
-            journal = cls(path, descriptor, _line({"format": FORMAT, **job}))
             known, end = _read(descriptor, journal._header)
-            if not end:
-                journal.restart()
-            else:
+            if end:
                 os.ftruncate(descriptor, end)
                 os.lseek(descriptor, end, os.SEEK_SET)
                 journal.known, journal.count = known, len(known)
+            else:
+                journal.restart()
         except BaseException:
-            os.close(descriptor)
+            if not end:
+                journal.remove()
+            journal.close()
             raise
         return journal
 
@@ -95,12 +98,23 @@ class Journal:
             try:
                 _write(self._descriptor, line)
             except OSError as error:
-                reason = error.strerror or error
-                raise StorageError(f"{self.path}: can't write it: {reason}") from error
+                raise _cant_write(self.path, error) from error
             self.count += 1
 
     def restart(self) -> None:
         """Forget what is known: the work begins anew.
+
+        Raises:
+            StorageError: the system refuses.
+        """
+        try:
+            self.forget()
+            _write(self._descriptor, self._header)
+        except OSError as error:
+            raise _cant_write(self.path, error) from error
+
+    def forget(self) -> None:
+        """Leave a file that is the journal of no work.
 
         Raises:
             OSError: the system refuses.
@@ -108,7 +122,6 @@ class Journal:
         self.known, self.count = (), 0
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
-        _write(self._descriptor, self._header)
 
     def close(self) -> None:
         """Close the file, which another process may then open."""
@@ -117,6 +130,10 @@ class Journal:
     def remove(self) -> None:
         """Remove the file. While it is open nobody else has a journal of this name."""
         self.path.unlink(missing_ok=True)
+
+
+def _cant_write(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{path}: can't write it: {error.strerror or error}")
 
 
 def is_open(path: Path) -> bool:
@@ -134,18 +151,18 @@ def is_open(path: Path) -> bool:
 def _open_locked(path: Path) -> int | None:
     """Open and lock the file; None if it was removed between the two, as its last writer does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    free = named = False
     try:
-        if not _lock(descriptor, fcntl.LOCK_EX):
-            raise StorageError(
-                f"{path}: must be free, got another process that is writing this destination"
-            )
-        if _is_at(path, descriptor):
-            return descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+        free = _lock(descriptor, fcntl.LOCK_EX)
+        named = free and _is_at(path, descriptor)
+    finally:
+        if not named:
+            os.close(descriptor)
+    if not free:
+        raise StorageError(
+            f"{path}: must be free, got another process that is writing this destination"
+        )
+    return descriptor if named else None
 
 
 def _lock(descriptor: int, kind: int) -> bool:
@@ -213,4 +230,4 @@ def _parse(line: bytes) -> Done | None:
         numbers = [number, *chain.from_iterable(pieces), 0 if crc32c is None else crc32c]
     except (ValueError, TypeError):
         return None
-    return done if all(type(n) is int and n >= 0 for n in numbers) else None
+    return done if all(type(n) is int and 0 <= n < 1 << 63 for n in numbers) else None

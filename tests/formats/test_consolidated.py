@@ -274,7 +274,7 @@ FIRST = "decoder.final_layernorm.weight"
         (lambda d: d["tensors"][FIRST].update(crc32c="-1"), "must be eight hexadecimal digits"),
         (
             lambda d: d["tensors"][FIRST].update(name=None),
-            f"{FIRST}: must have a name and a slot in state.json, got None and 'weight'",
+            f"{FIRST}: must have a name and a slot, got None and 'weight'",
         ),
         (
             lambda d: d["tensors"][FIRST].update(name="output_layer.weight"),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ckpttools.formats import NewFile, ParamGroup, Written
-from ckpttools.formats.consolidated.state import FORMAT, FORMAT_VERSION, plain
+from ckpttools.formats.consolidated.state import (
+    FORMAT,
+    FORMAT_VERSION,
+    OBJECTS,
+    OBJECTS_DIRECTORY,
+    plain,
+)
 from ckpttools.manifest import WEIGHT, Manifest, TensorSpec
 from ckpttools.storage.inert import Inert
 
-_OBJECTS = ("args", "opt_param_scheduler", "grad_scaler")
 _COUNTERS = ("iteration", "num_floating_point_operations_so_far")
 
 
@@ -30,18 +35,25 @@ def has_optimizer(source: Manifest) -> bool:
 
 
 def describe(source: Manifest, objects: Objects) -> dict[str, object]:
-    """Return the part of the document that doesn't depend on the container."""
-    topology = source.objects.get("topology")
+    """Return the part of the document that doesn't depend on the container.
+
+    A consolidated source hands on what it says of its own source: so from container to container
+    nothing of the document is lost.
+    """
+    origin = {"format": source.format, "topology": source.objects.get("topology")}
     optimizer = source.objects if has_optimizer(source) else {}
+    names = {spec.name for spec in source.tensors}
+    earlier = source.objects.get("not_carried")
+    lost = [*(earlier if isinstance(earlier, tuple) else ()), *objects.lost]
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "source": {"format": source.format, "topology": topology},
+        "source": source.objects.get("gathered_from", origin),
         **{key: source.objects[key] for key in _COUNTERS if key in source.objects},
         "step": optimizer.get("step"),
-        "param_groups": _groups(optimizer.get("param_groups")),
+        "param_groups": _groups(optimizer.get("param_groups"), names),
         "carried": list(objects.carried),
-        "not_carried": list(objects.lost),
+        "not_carried": list(dict.fromkeys(lost)),
     }
 
 
@@ -62,12 +74,15 @@ def carried_objects(source: Manifest) -> Objects:
     files: list[NewFile] = []
     carried: list[str] = []
     lost: list[str] = []
-    if has_optimizer(source) and "param_groups" in source.objects:
-        carried.append("optimizer: parameter groups with their settings, members and step")
+    if "param_groups" in source.objects:
+        if has_optimizer(source):
+            carried.append("optimizer: parameter groups with their settings, members and step")
+        else:
+            lost.append("optimizer: its parameter groups and step, since no state of it is written")
     for key in _COUNTERS:
         if key in source.objects:
             carried.append(key)
-    for key in _OBJECTS:
+    for key in OBJECTS:
         value = source.objects.get(key)
         if value is None:
             continue
@@ -83,21 +98,25 @@ def carried_objects(source: Manifest) -> Objects:
                 lost.append(f"{key}.{name}: it is not plain data")
         carried.append(f"{key}, under objects")
         data = (json.dumps(kept, indent=1) + "\n").encode()
-        files.append(NewFile(f"objects/{key}.json", data))
+        files.append(NewFile(f"{OBJECTS_DIRECTORY}/{key}.json", data))
     per_rank = source.objects.get("per_rank")
     for key in per_rank if isinstance(per_rank, tuple) else ():
         lost.append(f"{key}: it belongs to ranks, which whole tensors have not")
     return Objects(tuple(files), tuple(carried), tuple(lost))
 
 
-def _groups(groups: object) -> list[object] | None:
-    """Return parameter groups as plain data; what isn't plain becomes its text."""
+def _groups(groups: object, names: Container[str]) -> list[object] | None:
+    """Return parameter groups as plain data, with the members in ``names``.
+
+    What isn't plain becomes its text.
+    """
     if not isinstance(groups, tuple):
         return None
     result: list[object] = []
     for group in groups:
         if isinstance(group, ParamGroup):
-            members = None if group.members is None else list(group.members)
+            known = group.members
+            members = None if known is None else [name for name in known if name in names]
             result.append({"settings": _settings(group.settings), "params": members})
     return result
 

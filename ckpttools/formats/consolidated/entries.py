@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckpttools.errors import CkptError, FormatError
 from ckpttools.formats import ParamGroup, Problem
-from ckpttools.formats.consolidated.state import MAX_STATE_BYTES, sha256
+from ckpttools.formats.consolidated.state import (
+    MAX_STATE_BYTES,
+    OBJECTS,
+    OBJECTS_DIRECTORY,
+    parse_json,
+    sha256,
+)
 from ckpttools.storage.local import read_small_file
 
 _CRC = re.compile("[0-9a-f]{8}")
-_OBJECTS = ("iteration", "num_floating_point_operations_so_far", "step")
+_ENTRIES = ("iteration", "num_floating_point_operations_so_far", "step")
 
 
 def table(document: Mapping[str, object], key: str, where: str) -> dict[str, object]:
@@ -49,13 +55,49 @@ def name_and_slot(entry: Mapping[str, object], where: str) -> tuple[str, str]:
 
 
 def objects_of(
-    document: Mapping[str, object], digests: Mapping[tuple[str, str], int]
+    document: Mapping[str, object],
+    digests: Mapping[tuple[str, str], int],
+    carried: Mapping[str, object],
 ) -> dict[str, object]:
-    """Return the objects of the Manifest."""
-    objects: dict[str, object] = {k: document[k] for k in _OBJECTS if document.get(k) is not None}
+    """Return the objects of the Manifest; ``carried`` are those that have files of their own.
+
+    ``gathered_from`` and ``not_carried`` tell of the source that was gathered first.
+    """
+    objects: dict[str, object] = {k: document[k] for k in _ENTRIES if document.get(k) is not None}
     objects["digests"] = dict(digests)
-    objects["param_groups"] = tuple(_groups(document.get("param_groups")))
-    return objects
+    groups = document.get("param_groups")
+    if isinstance(groups, list):
+        objects["param_groups"] = tuple(_groups(groups))
+    if isinstance(document.get("source"), dict):
+        objects["gathered_from"] = document["source"]
+    lost = document.get("not_carried")
+    objects["not_carried"] = tuple(map(str, lost)) if isinstance(lost, list) else ()
+    return {**objects, **carried}
+
+
+def carried_of(
+    path: Path, document: Mapping[str, object], where: str, end: str
+) -> dict[str, object]:
+    """Read the objects that have files of their own, ``objects/<key>`` with this end.
+
+    Raises:
+        FormatError: one is not what the document says, or no JSON object.
+        StorageError: one can't be read.
+    """
+    files = table(document, "files", where)
+    carried: dict[str, object] = {}
+    for key in OBJECTS:
+        name = f"{OBJECTS_DIRECTORY}/{key}{end}"
+        if name not in files:
+            continue
+        data = read_small_file(path / name, limit_bytes=MAX_STATE_BYTES)
+        if sha256(data) != files[name]:
+            raise FormatError(f"{path / name}: SHA-256 must be {files[name]}, got another")
+        value = parse_json(data, str(path / name))
+        if not isinstance(value, dict):
+            raise FormatError(f"{path / name}: must be a JSON object, got {value!r:.40}")
+        carried[key] = value
+    return carried
 
 
 def check_listed(path: Path, document: Mapping[str, object], where: str) -> list[Problem]:
@@ -72,9 +114,9 @@ def check_listed(path: Path, document: Mapping[str, object], where: str) -> list
     return problems
 
 
-def _groups(value: object) -> Iterator[ParamGroup]:
+def _groups(value: Sequence[object]) -> Iterator[ParamGroup]:
     """Return the parameter groups of the document."""
-    for group in value if isinstance(value, list) else []:
+    for group in value:
         if isinstance(group, dict) and isinstance(group.get("settings"), dict):
             params = group.get("params")
             members = tuple(map(str, params)) if isinstance(params, list) else None

@@ -9,6 +9,7 @@ from ckpttools.dtypes import dtype
 from ckpttools.errors import CkptError, FormatError
 from ckpttools.formats import Candidate, Problem, Reading
 from ckpttools.formats.consolidated.entries import (
+    carried_of,
     check_listed,
     crc,
     name_and_slot,
@@ -52,7 +53,8 @@ def read_directory(path: Path) -> Reading:
     missing = sorted(entries.keys() - {s.key for h in headers.values() for s in h.tensors})
     if missing:
         raise FormatError(f"{path}: {missing[0]}: must be in a safetensors file, got none")
-    objects = objects_of(document, digests)
+    carried = carried_of(path, document, str(path / STATE_FILE), ".json")
+    objects = objects_of(document, digests, carried)
     manifest = Manifest(
         "safetensors", str(path), tuple(files), tuple(tensors), tuple(chunks), objects
     )

@@ -19,6 +19,10 @@ FORMAT = "ckpttools-consolidated"
 FORMAT_VERSION = 1
 SELF = "sha256"
 MAX_STATE_BYTES = 256 << 20
+OBJECTS = ("args", "opt_param_scheduler", "grad_scaler")
+"""What has a JSON file of its own under :data:`OBJECTS_DIRECTORY`."""
+
+OBJECTS_DIRECTORY = "objects"
 
 
 def sealed(document: Mapping[str, object]) -> dict[str, object]:

@@ -13,6 +13,7 @@ from ckpttools.dtypes import dtype
 from ckpttools.errors import CkptError, FormatError, StorageError
 from ckpttools.formats import Candidate, Problem, Reading
 from ckpttools.formats.consolidated.entries import (
+    carried_of,
     check_listed,
     crc,
     name_and_slot,
@@ -45,25 +46,30 @@ def read_store(path: Path) -> Reading:
             files.append(File(name, size))
         tensors.append(array.spec)
         digests[array.spec.key] = crc(entry, where)
-    objects = objects_of(document, digests)
+    nodes = carried_of(path, document, str(path / ROOT), f"/{ROOT}")
+    objects = objects_of(document, digests, {k: _attributes(v) for k, v in nodes.items()})
     manifest = Manifest("zarr", str(path), tuple(files), tuple(tensors), tuple(chunks), objects)
     return Reading((Candidate(("whole tensors",), manifest),))
 
 
 def check_store(path: Path) -> list[Problem]:
-    """Check the metadata's SHA-256, and that what fills up a last chunk is zero."""
+    """Check the metadata's SHA-256, and that what fills up a last chunk is zero.
+
+    It ends at the first chunk that isn't there: a forged shape may name more than can be counted.
+    """
+    problems: list[Problem] = []
     try:
         document = _document(path)
-        problems = check_listed(path, document, str(path / ROOT))
+        problems += check_listed(path, document, str(path / ROOT))
         for array, _ in _arrays(path, document):
             for name, box in array.chunks():
                 used = box.numel * array.spec.dtype.itemsize
-                if used < array.chunk_bytes and not _zero_from(path / name, used):
+                if used < _size(path / name, array) and not _zero_from(path / name, used):
                     problems.append(
                         Problem(str(path / name), f"bytes from {used} on must be zero, got others")
                     )
     except CkptError as error:
-        return [Problem(str(path), str(error))]
+        problems.append(Problem(str(path), str(error)))
     return problems
 
 
@@ -95,11 +101,18 @@ def _arrays(
             raise FormatError(f"{where}: shape must be natural numbers, got {shape!r:.40}")
         if type(rows) is not int or rows < 1:
             raise FormatError(f"{where}: chunk_rows must be a size, got {rows!r:.40}")
-        spec = TensorSpec(*name_and_slot(entry, where), dtype(str(entry["dtype"])), tuple(shape))
+        spec = TensorSpec(
+            *name_and_slot(entry, where), dtype(str(entry.get("dtype"))), tuple(shape)
+        )
         if array_layout(spec).path != name:
             raise FormatError(f"{where}: must be {array_layout(spec).path}, got another path")
         result.append((ArrayLayout(spec, name, rows), entry))
     return result
+
+
+def _attributes(node: object) -> object:
+    """Return the attributes of a group, which hold an object."""
+    return node.get("attributes") if isinstance(node, dict) else None
 
 
 def _size(place: Path, array: ArrayLayout) -> int:

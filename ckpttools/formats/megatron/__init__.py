@@ -18,7 +18,7 @@ class MegatronFormat:
     """Reader and writer of ``model_optim_rng.pt`` and ``distrib_optim.pt``."""
 
     name = "megatron"
-    about = "Megatron-LM `torch` with the distributed optimizer (core 0.7 and later): read, write"
+    about = "Megatron-LM `torch` with the distributed optimizer, dense GPT: read, write"
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` has Megatron's directory names."""

@@ -78,6 +78,8 @@ def find_iteration(path: Path) -> IterationDirectory:
     try:
         data = read_small_file(tracker, limit_bytes=64)
     except StorageError as error:
+        if error.__cause__ is not None:  # the system refused; a file that is too long has no cause
+            raise
         raise FormatError(f"{tracker}: must hold an iteration number or 'release'") from error
     text = data.strip()
     if text == b"release":

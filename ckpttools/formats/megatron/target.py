@@ -26,9 +26,12 @@ def selected(source: Manifest, state: MegatronState) -> MegatronState:
     """
     names = {info.canonical for info in state.params}
     index = source.index()
-    for name in names:
-        if (name, WEIGHT) not in index:
-            raise UsageError(f"--to megatron: must have every weight, got none of {name}")
+    hint = "take whole ones, or write --to safetensors, which holds any part"
+    weights = sorted(name for name in names if (name, WEIGHT) not in index)
+    if weights:
+        raise UsageError(
+            f"--to megatron: must have every weight, got none of {weights[0]}", hint=hint
+        )
     missing = [(n, s) for s in state.slots for n in names if (n, s) not in index]
     if not missing:
         return state
@@ -36,7 +39,8 @@ def selected(source: Manifest, state: MegatronState) -> MegatronState:
         name, slot = min(missing)
         raise UsageError(
             f"--to megatron: must have all of the optimizer's tensors or none, got none of {name} "
-            f"({slot})"
+            f"({slot})",
+            hint=hint,
         )
     return replace(state, slots=(), buffer_keys={}, groups=None)
 

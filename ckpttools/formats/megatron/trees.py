@@ -12,6 +12,8 @@ from ckpttools.storage.torchzip import TensorRef
 
 T = TypeVar("T")
 
+_SCALARS = (str, int, float, bool, type(None))
+
 
 def fingerprint(tree: object, where: str = "tree") -> bytes:
     """Return a SHA-256 that is equal for equal trees.
@@ -72,6 +74,10 @@ def same(a: object, b: object) -> bool:
     Raises:
         FormatError: one of them contains itself.
     """
+    if a is b:
+        return True
+    if isinstance(a, _SCALARS) and isinstance(b, _SCALARS):
+        return type(a) is type(b) and repr(a) == repr(b)
     return fingerprint(a) == fingerprint(b)
 
 
