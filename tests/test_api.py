@@ -10,7 +10,7 @@ import pytest
 import ckpttools
 from ckpttools import api
 from ckpttools.api import ReadOptions, Resources, Target
-from ckpttools.errors import StorageError, UnknownFormatError, UsageError
+from ckpttools.errors import MismatchError, StorageError, UnknownFormatError, UsageError
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "megatron"
 TP2 = FIXTURES / "gqa_tp2_pp1_dp2" / "torch"
@@ -221,10 +221,10 @@ def test_overwrite_that_fails_leaves_the_old_checkpoint_as_it_was(
     before = listing(out)
 
     def fail(*_: object, **__: object) -> None:
-        raise StorageError("disk: must work, got an error")
+        raise MismatchError("out: must be right, got an error")
 
     monkeypatch.setattr(api.conversion, "prove", fail)
-    with pytest.raises(StorageError, match="disk: must work"):
+    with pytest.raises(MismatchError, match="out: must be right"):
         api.reshard(source, out, target=Target(tp=4), overwrite=True)
     assert listing(out) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "run7"]

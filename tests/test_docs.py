@@ -226,7 +226,7 @@ def test_every_format_has_a_page() -> None:
         for name in ckpttools.format_names()
     }
     assert all(len(found) == 1 for found in named.values()), named
-    assert sum(map(len, named.values())) == len(pages)
+    assert {page for found in named.values() for page in found} == set(pages)
 
 
 def test_the_changelog_and_the_package_have_the_version_of_the_project() -> None:

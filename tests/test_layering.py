@@ -36,8 +36,9 @@ ACTION = {
     "verification",
     "description",
 }
-LIBRARY = INPUT | {"formats", "plan"} | ACTION | {"api"}
+LIBRARY = INPUT | {"version", "formats", "plan"} | ACTION | {"api"}
 ROWS: dict[str, set[str]] = {
+    "version": set(),
     "errors": set(),
     "dtypes": {"errors"},
     "layout": GEOMETRY,
@@ -46,7 +47,7 @@ ROWS: dict[str, set[str]] = {
     "storage": BASE | {"storage"},
     "plan": HUB,
     "formats": INPUT | {"formats"},
-    **{name: INPUT | {"formats", "plan"} | ACTION for name in ACTION},
+    **{name: INPUT | {"version", "formats", "plan"} | ACTION for name in ACTION},
     "api": LIBRARY - {"api"},
     "": LIBRARY,  # ckpttools/__init__.py
     "optimizer": HUB | {"optimizer"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import re
 import shutil
@@ -10,9 +11,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -78,6 +82,42 @@ def test_dependencies_and_pins_have_their_reason_on_their_line() -> None:
         lines = [line for line in text.splitlines() if f'"{requirement}"' in line]
         assert lines
         assert all(re.search(r"#\s*\S+", line) for line in lines), requirement
+
+
+def names_of(requirements: Iterable[str]) -> set[str]:
+    """Return the canonical names of the distributions that are required here."""
+    parsed = map(Requirement, requirements)
+    return {canonicalize_name(r.name) for r in parsed if not r.marker or r.marker.evaluate()}
+
+
+def requirements_of(distribution: str) -> set[str]:
+    """Return what an installed distribution requires; nothing of one that isn't there."""
+    try:
+        return names_of(importlib.metadata.requires(distribution) or [])
+    except importlib.metadata.PackageNotFoundError:
+        return set()
+
+
+def test_all_that_the_extras_install_is_pinned_and_what_it_needs_in_turn() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==\S+", pin) for pin in pins), pins
+    pinned = {canonicalize_name(pin.partition("==")[0]) for pin in pins}
+    assert len(pinned) == len(pins)
+    project = SETTINGS["project"]
+    open_ones = names_of(project["dependencies"]).union(
+        *(names_of(extra) for extra in project["optional-dependencies"].values())
+    )
+    assert "zarr" in open_ones
+    seen: set[str] = set()
+    while open_ones:
+        name = open_ones.pop()
+        seen.add(name)
+        open_ones |= requirements_of(name) - seen
+    assert {"donfig", "numcodecs", "pyyaml"} <= seen
+    # torch's wheel for CUDA pins the libraries that it brings itself.
+    cuda = ("nvidia", "cuda", "triton")
+    assert {name for name in seen - pinned if not name.startswith(cuda)} == set()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from ckpttools import api, conversion
 from ckpttools.api import Report, Resources, Selection, Target
 from ckpttools.errors import StorageError
 from ckpttools.storage import commit
+from ckpttools.storage.local import FilePool
 
 SMALL = Resources(budget_bytes=1 << 16, workers=1)
 SOME = Selection(include=("decoder.final_layernorm.weight", "decoder.layers.1.*layernorm.weight"))
@@ -128,7 +129,7 @@ def failing(
 
 IN_ONE_JOB = ("end of file", "small file", "directory", "status", "list", "free room")
 RUNS = [
-    *(("gather", fault) for fault in FAULTS),
+    *(("gather", fault) for fault in FAULTS if fault != "read of records"),  # torch files' own
     *(("reshard", fault) for fault in FAULTS if fault not in IN_ONE_JOB),
     *(("overwrite", fault) for fault in ("write", "journal", "sync", "removal", "rename")),
 ]
@@ -200,6 +201,18 @@ def check_resumes(case: Case, out: Path, job: str) -> None:
     assert any(note.startswith("resumed: ") for note in report.findings)
     assert listing(out) == case.files
     assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_disk_that_can_not_be_set_to_work_early_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is only asked to begin; what goes wrong shows when it must be done."""
+    (tmp_path / "file").write_bytes(b"12345")
+    with FilePool(str(tmp_path), ["file", "gone"], writable=True) as pool:
+        pool.start_writeback(0, 0, 5)
+        pool.start_writeback(1, 0, 5)
+        monkeypatch.setattr(os, "open", refuse(errno.EMFILE))
+        pool.start_writeback(1, 0, 5)
 
 
 # --- calls that do less than they were asked for -----------------------------------------------

@@ -109,7 +109,10 @@ class FilePool:
         function = _sync_file_range()
         if function is None:
             return
-        descriptor = self._borrow(file)
+        try:
+            descriptor = self._borrow(file)
+        except StorageError:
+            return
         try:
             extent = ctypes.c_int64(offset), ctypes.c_int64(length)
             function(descriptor, *extent, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
