@@ -282,6 +282,7 @@ def report_of(
         write_bytes=plan.write_bytes,
         buffer_bytes=resources.buffer_bytes,
         files=len(dst.files),
+        paths=tuple((file.path, file.size_bytes) for file in dst.files),
         seconds=seconds,
         dry_run=dry_run,
         plan=_plan_lines(plan, resources, sizes),

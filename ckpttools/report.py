@@ -16,7 +16,8 @@ INTERPRETER_BYTES = 100_000_000
 class Report:
     """The outcome of a conversion. Counts are of tensors and bytes; ``seconds`` is wall time.
 
-    ``plan`` describes the work, ``proof`` holds a line for each check that passed, ``skipped``
+    ``paths`` are the files that the plan writes to, with their sizes; small files with names and
+    digests come on top. ``plan`` describes the work, ``proof`` holds a line for each check that passed, ``skipped``
     one for each that was left out on request, ``carried`` and ``lost`` what of the source's other
     state went along and what didn't, ``findings`` what the reader of the report should know.
     """
@@ -36,7 +37,7 @@ class Report:
     files: int
     seconds: float = 0.0
     dry_run: bool = False
-    digest: str = ""
+    paths: tuple[tuple[str, int], ...] = ()
     plan: tuple[str, ...] = ()
     proof: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -54,7 +55,7 @@ class Report:
         return {**asdict(self), "memory_bytes": self.memory_bytes}
 
     def lines(self, *, verbose: bool = False) -> list[str]:
-        """Return the report as text; ``verbose`` tells more of what was carried."""
+        """Return the report as text; ``verbose`` lists files and what was carried."""
         done = "would write" if self.dry_run else "wrote"
         route = (
             f"{self.src_format} {topology_text(self.src_topology)} -> "
@@ -68,6 +69,8 @@ class Report:
         ]
         if self.dry_run:
             lines += self._needs()
+        if verbose:
+            lines += [f"file: {path}, {size_text(size)}" for path, size in self.paths]
         lines += [f"proven: {line}" for line in self.proof]
         lines += [f"not checked: {line}" for line in self.skipped]
         if verbose:

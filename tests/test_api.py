@@ -317,3 +317,16 @@ def test_progress_is_told_by_steps_with_their_size(source: Path, tmp_path: Path)
     assert list(steps) == ["write", "compare"]
     for name, (total, done) in steps.items():  # rows of padding count on one side only
         assert total * 0.9 < done < total * 1.1, name
+
+
+def test_a_dry_run_names_the_files_that_the_run_then_writes(tmp_path: Path) -> None:
+    target = Target(tp=1, pp=2, dp=4)
+    report = api.reshard(TP2, tmp_path / "out", target=target, dry_run=True)
+    api.reshard(TP2, tmp_path / "out", target=target)
+    written = {
+        str(path.relative_to(tmp_path / "out")): path.stat().st_size
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
+    assert dict(report.paths) == written
+    assert [line for line in report.lines(verbose=True) if line.startswith("file: ")]
