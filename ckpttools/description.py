@@ -16,6 +16,7 @@ def describe(path: str, format_name: str, reading: Reading) -> dict[str, object]
         "layouts": ["/".join(c.layouts) for c in reading.candidates],
         "buckets": objects.get("buckets"),
         "topology": objects.get("topology"),
+        "layers": objects.get("layers"),
         "iteration": objects.get("iteration"),
         "step": objects.get("step"),
         "files": [{"path": f.path, "size_bytes": f.size_bytes} for f in manifest.files],

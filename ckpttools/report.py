@@ -17,9 +17,10 @@ class Report:
     """The outcome of a conversion. Counts are of tensors and bytes; ``seconds`` is wall time.
 
     ``paths`` are the files that the plan writes to, with their sizes; small files with names and
-    digests come on top. ``plan`` describes the work, ``proof`` holds a line for each check that passed, ``skipped``
-    one for each that was left out on request, ``carried`` and ``lost`` what of the source's other
-    state went along and what didn't, ``findings`` what the reader of the report should know.
+    digests come on top. ``plan`` describes the work, ``proof`` holds a line for each check that
+    passed, ``skipped`` one for each that was left out on request, ``carried`` and ``lost`` what of
+    the source's other state went along and what didn't, ``findings`` what the reader of the report
+    should know.
     """
 
     source: str

@@ -15,6 +15,7 @@ import pytest
 from ckpttools.errors import StorageError
 from ckpttools.storage import commit
 from ckpttools.storage.commit import Staging, check_destination, repair, sync_tree
+from ckpttools.storage.journal import Done
 
 
 def fill(directory: Path, text: str) -> None:
@@ -256,6 +257,35 @@ def test_a_failing_sync_publishes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(StorageError, match="can't publish it: Input/output error"):
             staging.publish()
     assert names(tmp_path) == []
+
+
+def test_what_the_disk_refused_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be read back from memory, and a second sync may succeed; on the disk it is not."""
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def work(*, early: bool) -> None:
+        with Staging(tmp_path / "out") as staging:
+            fill(staging.path, "new")
+            staging.journal.add(Done(0, ()))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", fail)
+                if early:
+                    staging.begin_sync()
+                    staging._join_sync()
+                else:
+                    staging.publish()
+            raise StorageError("the proof: can't read it: Input/output error")
+
+    with pytest.raises(StorageError, match="can't publish it: Input/output error"):
+        work(early=False)
+    assert names(tmp_path) == []
+    with pytest.raises(StorageError, match="the proof: can't read it") as caught:
+        work(early=True)
+    assert (caught.value.hint, names(tmp_path)) == ("", [])
 
 
 def test_syncing_follows_no_link_to_a_directory(tmp_path: Path) -> None:

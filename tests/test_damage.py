@@ -37,7 +37,6 @@ SOURCES: dict[str, tuple[str, Target | str]] = {
     "fp32 tp2 to tp1 dp3": ("tied_tp2_pp1_dp1_fp32", Target(tp=1, dp=3)),
     "interleaved to pp1 dp3": ("deep_tp1_pp2_dp1_vpp2", Target(pp=1, dp=3)),
     "deep to interleaved": ("deep_tp1_pp1_dp2", Target(pp=2, vpp=2)),
-    "deep to uneven": ("deep_tp1_pp1_dp2", Target(pp=2, last_stage_layers=1)),
     "gathered": ("gqa_tp1_pp1_dp2", "safetensors"),
     "gathered to zarr": ("gqa_tp1_pp1_dp2", "zarr"),
 }

@@ -127,7 +127,10 @@ def failing(
 # --- each call, one after the other ------------------------------------------------------------
 
 
-IN_ONE_JOB = ("end of file", "small file", "directory", "status", "list", "free room")
+IN_ONE_JOB = ("read", "end of file", "small file", "directory", "status", "list", "free room")
+RESUMED = {"gather": 1, "overwrite": 1, "reshard": 5}
+"""Of so many failures the work is gone on with after one: a Megatron source takes long to read."""
+
 RUNS = [
     *(("gather", fault) for fault in FAULTS if fault != "read of records"),  # torch files' own
     *(("reshard", fault) for fault in FAULTS if fault not in IN_ONE_JOB),
@@ -163,7 +166,7 @@ def test_the_nth_call_that_fails_is_one_error_and_no_harm_whichever_n(
             check_error(error, case.source, out)
             published = "was published" in str(error)
             assert listing(out) == (case.files if published else old)
-            if any(out.parent.glob(".out.partial-*/")):
+            if number % RESUMED[job] == 0 and any(out.parent.glob(".out.partial-*/")):
                 check_resumes(case, out, job)
         number += 1
     assert number

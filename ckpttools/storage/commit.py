@@ -158,6 +158,9 @@ class Staging:
         if self._syncing is not None:
             self._syncing.join()
             self._syncing = None
+        if self._sync_error is not None:
+            # What the disk refused may still be read back from memory, so it can't be resumed.
+            self._resumable = False
 
     def publish(self) -> None:
         """Sync the staging directory to disk and make it the destination.
@@ -172,8 +175,7 @@ class Staging:
                 raise self._sync_error
             sync_tree(self.path)
         except OSError as error:
-            # What the disk refused may still be read back from memory, so it can't be resumed.
-            self._resumable = False
+            self._resumable = False  # as above
             raise _cant_publish(self.destination, error) from error
         try:
             if self.overwrite and os.path.lexists(self.destination):
