@@ -77,7 +77,8 @@ def array_layout(spec: TensorSpec) -> ArrayLayout:
     """
     pieces = ["model", spec.name] if spec.slot == WEIGHT else ["optimizer", spec.name, spec.slot]
     for piece in pieces:
-        if piece == ROOT or not piece or "/" in piece or "\0" in piece or piece.startswith((".", "__")):
+        odd = "/" in piece or "\0" in piece or piece.startswith((".", "__"))
+        if odd or piece in ("", ROOT):
             raise UsageError(f"{spec}: a zarr path must be plain names, got {piece!r}")
     return ArrayLayout(spec, "/".join(pieces), chunk_rows(spec))
 
