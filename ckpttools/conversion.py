@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttools import comparison, digests
+from ckpttools import comparison, digests, evidence
 from ckpttools.errors import MismatchError, StorageError
 from ckpttools.executor import Buffers, Progress, Resources, execute, run_jobs
 from ckpttools.formats import Draft, Format, Patch, ReadOptions, Target, Written
@@ -164,6 +164,7 @@ def prove(
 
     Raises:
         MismatchError: something differs.
+        ReplicaError: a copy differs from the first one.
     """
     root = Path(plan.dst.root)
     if resumed and (problems := fmt.check(root)):
@@ -185,6 +186,7 @@ def prove(
     unexpected = set(result.only_a) - set(plan.left_out)
     if unexpected:
         raise MismatchError(f"{root}: must hold every tensor, got none of {min(unexpected)}")
+    evidence.check_replicas(again[0], resources)  # compare() reads the first copy of each
     size = size_text(result.compared_bytes)
     return (f"read back: {result.compared} tensors, {size}, equal the source bit for bit",)
 

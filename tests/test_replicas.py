@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import megatron_edit as edit
 import numpy as np
@@ -10,9 +11,11 @@ import oracle_megatron as oracle
 import pytest
 import torch
 
-from ckpttools import api
+from ckpttools import api, conversion
 from ckpttools.api import Resources, Target
 from ckpttools.errors import ReplicaError
+from ckpttools.formats import Draft
+from ckpttools.plan import Plan
 
 NORM = "decoder.layers.1.input_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -181,3 +184,26 @@ def test_untied_output_layer_that_equals_the_embedding_is_no_copy_of_it(tmp_path
     assert copies == ["20 copies (norms and other replicas) equal the first bit for bit"]
     tensors = {spec.key for spec in api.read_manifest(tmp_path / "out").tensors}
     assert {(EMBEDDING, "weight"), ("output_layer.weight", "weight")} <= tensors
+
+
+def test_a_copy_that_comes_out_wrong_is_never_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first copy of a norm is right, the second one is damaged after it was written."""
+    source = oracle.case("gqa_tp1_pp1_dp2").directory
+    write = conversion.write
+
+    def damaged(draft: Draft, plan: Plan, *rest: Any) -> int:
+        done = write(draft, plan, *rest)
+        copy = next(c for c in plan.dst.chunks if c.replica_id == 1)
+        extent = copy.parts[0].extent
+        path = Path(plan.dst.root, plan.dst.files[extent.file].path)
+        data = bytearray(path.read_bytes())
+        data[extent.offset] ^= 1
+        path.write_bytes(data)
+        return done
+
+    monkeypatch.setattr(conversion, "write", damaged)
+    with pytest.raises(ReplicaError, match="copies must be equal"):
+        api.reshard(source, tmp_path / "out", target=Target(tp=2))
+    assert list(tmp_path.iterdir()) == []
