@@ -54,8 +54,8 @@ def test_counts_are_those_of_the_state(kept: tuple[Path, dict[str, Any]]) -> Non
         # Headers, copies of norms and padding weigh something in a checkpoint as small as this.
         assert 1 <= copy["reads_per_state"] < 1.2
         assert 1 <= copy["writes_per_state"] < 1.7
-        # Weights with masters (6 of 14 bytes), then both sides in full.
-        assert copy["reads_per_state"] + 2.4 < full["reads_per_state"] < 3.9
+        # Weights with masters (6 of 14 bytes), both sides in full, copies of norms on both sides.
+        assert copy["reads_per_state"] + 2.4 < full["reads_per_state"] < 4.1
         assert full["writes_per_state"] == copy["writes_per_state"]
         assert copy["proc_reads_per_state"] > copy["reads_per_state"]
         assert full["most_ops_of_a_tensor"] <= 40
