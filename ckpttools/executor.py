@@ -176,7 +176,7 @@ def execute(
             number, (tensor, box) = job
             spec = tensor.dst_spec
             done = known.get(number)
-            if done is None:
+            if done is None or (digest is not None and done.crc32c is None):
                 pieces: list[Piece] = []
 
                 def wrote(file: int, offset: int, data: memoryview) -> None:
@@ -192,8 +192,8 @@ def execute(
                 done = Done(number, tuple(pieces), crc)
                 if journal is not None:
                     journal.add(done)
-            elif digest is not None:
-                digest.add_known(spec, box, done.crc32c or 0)
+            elif digest is not None and done.crc32c is not None:
+                digest.add_known(spec, box, done.crc32c)
             log.add(done.pieces)
             if progress is not None:
                 progress(box.numel * spec.dtype.itemsize)
