@@ -287,7 +287,7 @@ def report_of(
         paths=tuple((file.path, file.size_bytes) for file in dst.files),
         seconds=seconds,
         dry_run=dry_run,
-        plan=_plan_lines(plan, resources, sizes),
+        plan=(*_plan_lines(plan, resources, sizes), *(f"plan: {line}" for line in draft.plan)),
         proof=proof,
         skipped=skipped,
         carried=draft.carried,

@@ -123,7 +123,7 @@ class Draft:
 
     ``patches`` are known now; ``finish`` gives the rest once the payload is written. ``carried``
     and ``lost`` say what of the source's other state is in the files and what is not, ``left_out``
-    which tensors.
+    which tensors; ``plan`` says how the files are laid out, ``notes`` what else should be known.
     """
 
     manifest: Manifest
@@ -133,6 +133,7 @@ class Draft:
     wants_digests: bool = False
     carried: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
 

@@ -102,6 +102,9 @@ def carried_objects(source: Manifest) -> Objects:
     per_rank = source.objects.get("per_rank")
     for key in per_rank if isinstance(per_rank, tuple) else ():
         lost.append(f"{key}: it belongs to ranks, which whole tensors have not")
+    unconverted = source.objects.get("unconverted")
+    for key in unconverted if isinstance(unconverted, tuple) else ():
+        lost.append(f"{key}: whole tensors have no place for it")
     return Objects(tuple(files), tuple(carried), tuple(lost))
 
 

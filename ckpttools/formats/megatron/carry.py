@@ -14,6 +14,7 @@ from ckpttools.errors import UsageError
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.groups import Settings
 from ckpttools.formats.megatron.state import MegatronState, ParamInfo, optimizer_chunks
+from ckpttools.formats.megatron.trees import same
 from ckpttools.storage.inert import Inert, qualified_name
 from ckpttools.storage.torchzip import TensorRef
 
@@ -36,6 +37,34 @@ def survives(key: str, value: object, state: MegatronState, run: Run) -> bool:
     # With --data-parallel-random-init a file holds one state for each data-parallel rank.
     per_dp_rank = key == RNG and isinstance(value, list) and len(value) != 1
     return same_ranks and not (per_dp_rank and run.dp != state.run.dp)
+
+
+def check_common(state: MegatronState) -> None:
+    """Refuse entries that differ between rank files, where ranks change and one stands for all.
+
+    Raises:
+        UsageError: an entry that no rule knows to belong to ranks differs, or some ranks lack it.
+    """
+    first = state.trees[0, 0]
+    for rank, tree in state.trees.items():
+        for key in dict.fromkeys((*first, *tree)):
+            if key in (*_PER_RANK, "args", "model"):
+                continue
+            mine, theirs = (without_groups(t.get(key)) for t in (tree, first))
+            if (key in tree) != (key in first) or not same(mine, theirs):
+                raise UsageError(
+                    f"{key}: must be the same in all rank files where TP or PP changes, got a "
+                    f"difference between ranks (0, 0) and {rank} (tp, pp)"
+                )
+
+
+def without_groups(value: object) -> object:
+    """Return an entry without parameter groups, which have a check of their own."""
+    if isinstance(value, list):
+        return [without_groups(item) for item in value]
+    if isinstance(value, Mapping) and isinstance(value.get("optimizer"), Mapping):
+        return {key: other for key, other in value.items() if key != "optimizer"}
+    return value
 
 
 def optimizer(

@@ -266,6 +266,8 @@ def describe(state: MegatronState) -> dict[str, object]:
     inner = outer[0] if isinstance(outer, list) and outer else outer
     if isinstance(inner, Mapping) and "grad_scaler" in inner:
         objects["grad_scaler"] = inner["grad_scaler"]
+    known = {*objects, *PER_RANK, "checkpoint_version", "model", "optimizer"}
+    objects["unconverted"] = tuple(key for key in tree if key not in known)
     objects["megatron"] = state
     return objects
 

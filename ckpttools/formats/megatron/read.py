@@ -18,6 +18,7 @@ from pathlib import Path
 from ckpttools.errors import FormatError, LayoutError
 from ckpttools.formats import Candidate, Reading, ReadOptions
 from ckpttools.formats.megatron.arguments import RANK_KEYS, check_same_run, read_run
+from ckpttools.formats.megatron.carry import without_groups
 from ckpttools.formats.megatron.chunks import buffer_param, build_manifest, saved_buffers
 from ckpttools.formats.megatron.directory import (
     OPTIMIZER_FILE,
@@ -77,6 +78,12 @@ def _check_ranks(ranks: Mapping[RankId, RankFiles]) -> list[str]:
                     f"{files.where}: {key} must be the same in all rank files, got "
                     f"{files.tree.get(key)!r:.80} and {first.tree.get(key)!r:.80}"
                 )
+        scalers = [without_groups(f.tree.get("optimizer")) for f in (files, first)]
+        if not same(scalers[0], scalers[1]):
+            raise FormatError(
+                f"{files.where}: optimizer must be the same in all rank files but for its groups, "
+                f"got {scalers[0]!r:.80} and {scalers[1]!r:.80}"
+            )
         for key in sorted(first.settings.keys() | files.settings.keys()):
             if key in RANK_KEYS or same(files.settings.get(key), first.settings.get(key)):
                 continue
@@ -193,7 +200,10 @@ def _extra_states(
         for v in range(joined.pipeline.vpp):
             for name, value in files.extra_states(v).items():
                 place = to_global(name, joined.pipeline, p, v, where=files.where)
-                found[t, place] = value
+                if not same(found.setdefault((t, place), value), value):
+                    raise FormatError(
+                        f"{files.where}: {name} must be the same in all stages, got another value"
+                    )
     return found
 
 

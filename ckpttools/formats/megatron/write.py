@@ -86,9 +86,11 @@ class _Writer:
         target: Target,
     ) -> None:
         self.source, self.state, self.run, self.pipeline = source, state, run, pipeline
+        self.target = target
         self.same_ranks = (run.tp, run.pp) == (state.run.tp, state.run.pp)
         self.same_chunks = self.same_ranks and pipeline == state.pipeline
-        self.notes: list[str] = []
+        if not self.same_ranks:
+            carry.check_common(state)
         self.entries = target_entries(state, run)
         self.chunks = deal(state, run, pipeline, self.entries)
         self.params = {info.name for chunk in self.chunks.values() for info in chunk}
@@ -102,6 +104,16 @@ class _Writer:
             ),
             None,
         )
+
+    def _bucket_note(self) -> str:
+        """Say which buckets the files are for, and why."""
+        if self.target.bucket_size is not None:
+            return f"buckets: {self.target.bucket_size} as asked"
+        if self.same_chunks:
+            return f"buckets: cut as in the source (from {self.state.cuts_from})"
+        implied = self.state.run.bucket_size
+        asked = f"; its arguments imply --bucket-size {implied}" if implied is not None else ""
+        return f"buckets: one a buffer, since ranks or stages changed{asked}"
 
     def draft(self, root: str) -> Draft:
         """Build every file and the Manifest of them."""
@@ -137,7 +149,7 @@ class _Writer:
             finish=_finisher(files),
             carried=carried,
             lost=lost,
-            notes=tuple(self.notes),
+            plan=(self._bucket_note(),),
         )
 
     def _lay_out_buffers(self, target: Target) -> Buffers:
