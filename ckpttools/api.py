@@ -27,7 +27,7 @@ from ckpttools.errors import (
     system_errors,
 )
 from ckpttools.executor import Resources
-from ckpttools.formats import Format, ReadOptions, Target, registry
+from ckpttools.formats import DescribesParts, Format, ReadOptions, Target, registry
 from ckpttools.manifest import WEIGHT, Manifest
 from ckpttools.plan import Plan, make_plan
 from ckpttools.report import Report
@@ -137,7 +137,7 @@ def plan_reshard(source: Manifest, target: Target, *, to: str | None = None) -> 
         PlanError: an element would be lost, doubled or invented.
     """
     draft = _format(to or source.format).lay_out(source, target, "")
-    return make_plan(source, draft.manifest, left_out=draft.left_out)
+    return make_plan(source, draft.manifest, left_out=(*draft.left_out, *draft.aliases))
 
 
 @system_errors()
@@ -190,11 +190,13 @@ def reshard(
         conversion.check_room(draft, staging.path)
         reused = conversion.write(draft, plan, resources, staging.journal, stage)
         staging.begin_sync()
-        proof = conversion.prove(fmt, opened, plan, options, resources, stage, resumed=bool(reused))
+        proof = conversion.prove(
+            fmt, opened, draft, plan, options, resources, stage, resumed=bool(reused)
+        )
         job.check_unchanged(opened.manifest, opened.stamps)
         others = staging.others
         staging.publish()
-    notes = job.staging_notes(reused, others, resume=resume)
+    notes = (*proof.notes, *job.staging_notes(reused, others, resume=resume))
     return conversion.report_of(
         opened,
         draft,
@@ -204,7 +206,7 @@ def reshard(
         seconds=time.perf_counter() - started,
         proof=(
             *conversion.source_proof(opened, copies),
-            *proof,
+            *proof.lines,
             f"published as {destination} by one rename after everything was synced to disk",
         ),
         notes=notes,
@@ -372,10 +374,14 @@ def inspect(
 ) -> dict[str, object]:
     """Describe a checkpoint from its structure alone, as plain data; no tensor byte is read.
 
+    A file that is a part of one, such as a single rank's state, is described as such.
+
     Raises:
         CkptError: it can't be read.
     """
     fmt = detect_format(path, format)
+    if isinstance(fmt, DescribesParts) and (part := fmt.describe_part(Path(path))) is not None:
+        return part
     reading = fmt.read(Path(path), options or ReadOptions())
     if not reading.candidates:
         raise EvidenceError("layout: must agree with the files, got: " + "; ".join(reading.refused))

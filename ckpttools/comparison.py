@@ -237,19 +237,27 @@ def _compare_objects(a: Mapping[str, object], b: Mapping[str, object]) -> Iterat
         if key in a and key in b and a[key] != b[key]:
             yield Difference(key, "", f"{a[key]} against {b[key]}")
     groups_a, groups_b = _settings_by_name(a), _settings_by_name(b)
-    for name in groups_a.keys() & groups_b.keys():
-        if groups_a[name] != groups_b[name]:
-            yield Difference(name, "", "its parameter group has other settings")
+    for name in sorted(groups_a.keys() & groups_b.keys()):
+        x, y = groups_a[name], groups_b[name]
+        if odd := sorted(key for key in x.keys() & y.keys() if x[key] != y[key]):
+            yield Difference(name, "", f"its parameter group has another {', '.join(odd)}")
 
 
-def _settings_by_name(objects: Mapping[str, object]) -> dict[str, str]:
-    """Return each parameter's group settings, as text that is equal for equal settings."""
+def settings_lost(a: Mapping[str, object], b: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the settings of parameter groups that ``a`` has for a parameter and ``b`` has not."""
+    groups_a, groups_b = _settings_by_name(a), _settings_by_name(b)
+    names = groups_a.keys() & groups_b.keys()
+    return tuple(sorted({key for n in names for key in groups_a[n].keys() - groups_b[n].keys()}))
+
+
+def _settings_by_name(objects: Mapping[str, object]) -> dict[str, dict[str, str]]:
+    """Return each parameter's group settings, each as text that is equal for equal values."""
     groups = objects.get("param_groups")
-    result: dict[str, str] = {}
+    result: dict[str, dict[str, str]] = {}
     for group in groups if isinstance(groups, tuple) else ():
         if isinstance(group, ParamGroup) and group.members is not None:
-            settings = sorted((k, _text(v)) for k, v in group.settings.items())
-            result.update(dict.fromkeys(group.members, str(settings)))
+            settings = {key: _text(value) for key, value in group.settings.items()}
+            result.update(dict.fromkeys(group.members, settings))
     return result
 
 

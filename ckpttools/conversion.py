@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,6 +48,14 @@ class Opened:
     stamps: Stamps
 
 
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was proven of a result, and what of the source it turned out not to hold."""
+
+    lines: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
 def lay_out(
     fmt: Format, source: Manifest, target: Target, root: str, resources: Resources
 ) -> tuple[Draft, Plan]:
@@ -62,7 +70,7 @@ def lay_out(
         StorageError: the source can't be read.
     """
     draft = fmt.lay_out(source, target, root)
-    plan = make_plan(source, draft.manifest, left_out=draft.left_out)
+    plan = make_plan(source, draft.manifest, left_out=(*draft.left_out, *draft.aliases))
     return replace(draft, notes=(*draft.notes, *_padding_notes(plan, resources))), plan
 
 
@@ -120,7 +128,7 @@ def write(
     progress = stage("check", bytes_of(known)) if stage and known else None
     right = proven(draft.manifest, known, resources, progress)
     finished = {done.number: done for done in right}
-    _patch(draft, draft.patches)
+    patch(draft, draft.patches)
     log = digests.DigestLog() if draft.wants_digests else None
     progress = stage("write", plan.stored_bytes) if stage else None
     pieces = execute(
@@ -133,13 +141,13 @@ def write(
     )
     sums = {(d.name, d.slot): d.crc32c for d in log.result(plan.dst.tensors)} if log else {}
     finish = draft.finish(Written(pieces.crc32(draft.seals), sums))
-    _patch(draft, finish.patches)
+    patch(draft, finish.patches)
     for new in finish.new_files:
         write_new_file(new_place(root / new.path), new.data)
     return len(finished)
 
 
-def _patch(draft: Draft, patches: Sequence[Patch]) -> None:
+def patch(draft: Draft, patches: Sequence[Patch]) -> None:
     """Write small pieces of bytes into the draft's files."""
     paths = [file.path for file in draft.manifest.files]
     with FilePool(draft.manifest.root, paths, writable=True) as pool:
@@ -150,13 +158,14 @@ def _patch(draft: Draft, patches: Sequence[Patch]) -> None:
 def prove(
     fmt: Format,
     source: Opened,
+    draft: Draft,
     plan: Plan,
     options: ReadOptions,
     resources: Resources,
     stage: Stage | None,
     *,
     resumed: bool = False,
-) -> tuple[str, ...]:
+) -> Proof:
     """Read the new files back and compare them with the source; return what was proven.
 
     Bytes that are no tensor's were just made by this process; where an earlier one made some of
@@ -166,11 +175,12 @@ def prove(
         MismatchError: something differs.
         ReplicaError: a copy differs from the first one.
     """
-    root = Path(plan.dst.root)
+    root, aliases = Path(plan.dst.root), frozenset(draft.aliases)
     if resumed and (problems := fmt.check(root)):
         raise MismatchError(f"{root}: must be sound after work was resumed, got {problems[0]}")
     reading = fmt.read(root, options)
-    again = [c.manifest for c in reading.candidates if _same_places(c.manifest, plan.dst)]
+    found = [c.manifest for c in reading.candidates]
+    again = [m for m in found if _places(m, aliases) == _places(plan.dst)]
     if len(again) != 1:
         raise MismatchError(
             f"{root}: its reader must find every tensor where it was written, got other places"
@@ -178,41 +188,40 @@ def prove(
     total = comparison.total_bytes(source.manifest, again[0])
     progress = stage("compare", total) if stage else None
     result = comparison.compare(source.manifest, again[0], resources, progress)
-    if not result.equal or result.only_b or result.padding or result.fresh_nonzero:
-        first = [*map(str, result.differences), *map(str, result.padding), *map(str, result.only_b)]
+    only_b = [key for key in result.only_b if key not in aliases]
+    if not result.equal or only_b or result.padding or result.fresh_nonzero:
+        first = [*map(str, result.differences), *map(str, result.padding), *map(str, only_b)]
+        shared = any((d.name, d.slot) in aliases for d in result.differences)
         raise MismatchError(
-            f"{root}: must equal its source, got {(first or ['padding that is not zero'])[0]}"
+            f"{root}: must equal its source, got {(first or ['padding that is not zero'])[0]}",
+            hint="a float32 master is stored as its weight, which it must equal" if shared else "",
         )
-    unexpected = set(result.only_a) - set(plan.left_out)
+    unexpected = set(result.only_a) - (set(plan.left_out) - set(aliases))
     if unexpected:
         raise MismatchError(f"{root}: must hold every tensor, got none of {min(unexpected)}")
     evidence.check_replicas(again[0], resources)  # compare() reads the first copy of each
+    lost = comparison.settings_lost(source.manifest.objects, again[0].objects)
+    if lost and source.format.name == fmt.name:
+        raise MismatchError(f"{root}: parameter groups must keep {lost[0]}, got none")
     size = size_text(result.compared_bytes)
-    return (f"read back: {result.compared} tensors, {size}, equal the source bit for bit",)
+    line = f"read back: {result.compared} tensors, {size}, equal the source bit for bit"
+    return Proof((line,), tuple(f"parameter groups: {name} has no place in it" for name in lost))
 
 
-def _same_places(a: Manifest, b: Manifest) -> bool:
-    """Say whether two Manifests put every element of every tensor at the same byte."""
-
-    def places(manifest: Manifest) -> set[object]:
-        return {
-            (
-                manifest.tensors[c.tensor],
-                c.region,
-                tuple(
-                    (
-                        manifest.files[p.extent.file].path,
-                        p.extent.offset,
-                        p.extent.length,
-                        p.strides,
-                    )
-                    for p in c.parts
-                ),
-            )
-            for c in manifest.chunks
-        }
-
-    return places(a) == places(b)
+def _places(manifest: Manifest, without: Collection[tuple[str, str]] = ()) -> set[object]:
+    """Return at which byte each element of each tensor lies, some tensors left out."""
+    return {
+        (
+            manifest.tensors[c.tensor],
+            c.region,
+            tuple(
+                (manifest.files[p.extent.file].path, p.extent.offset, p.extent.length, p.strides)
+                for p in c.parts
+            ),
+        )
+        for c in manifest.chunks
+        if manifest.tensors[c.tensor].key not in without
+    }
 
 
 def source_proof(opened: Opened, copies: int) -> list[str]:

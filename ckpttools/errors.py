@@ -70,6 +70,14 @@ class UsageError(CkptError, ValueError):
     """A request contradicts itself or leaves out what only the user knows."""
 
 
+class ConfigError(UsageError):
+    """A setting is unknown, or not what it must be."""
+
+
+class OptimizerError(CkptError, RuntimeError):
+    """A sharded optimizer can't do what is asked: its parameters, ranks or order of calls."""
+
+
 @contextmanager
 def system_errors() -> Iterator[None]:
     """Raise what the system refuses as StorageError; a context, or a function's decorator.

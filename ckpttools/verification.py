@@ -54,6 +54,12 @@ def against(
         if rest := len(keys) - len(weights):
             line = f"{rest} optimizer tensors are only in {where}"
             (differences if need_optimizer else notes).append(line)
+    sides = (manifest.objects, other.objects)
+    for (a, b), where in ((sides, "it"), (sides[::-1], other_name)):
+        if only := comparison.settings_lost(a, b):
+            notes.append(
+                f"settings of parameter groups that are only in {where}: {', '.join(only)}"
+            )
     if result.padding:
         notes.append(f"padding rows differ in {len(result.padding)} tensors, which is allowed")
     return differences, notes

@@ -36,13 +36,13 @@ def _lines(document: dict[str, Any], *, verbose: bool) -> list[str]:
     sizes: dict[str, int] = document["topology"] or {}
     topology = " ".join(f"{name.upper()}{n}" for name, n in sizes.items())
     step = "" if document["step"] is None else f", optimizer step {document['step']:g}"
-    files = document["files"]
+    files, iteration = document["files"], document["iteration"]
     facts = [
         ("format", document["format"]),
         ("topology", f"{topology} ({prod(sizes.values())} ranks)" if sizes else "none"),
         ("layout", " or ".join(document["layouts"])),
         ("buckets", document["buckets"] or "none"),
-        ("iteration", f"{document['iteration']}{step}"),
+        ("iteration", f"{'none' if iteration is None else iteration}{step}"),
         ("files", f"{len(files)}, {size(sum(f['size_bytes'] for f in files))}"),
     ]
     return [

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import ckpttools
-from ckpttools import api
+from ckpttools import api, comparison
 from ckpttools.api import ReadOptions, Resources, Target
 from ckpttools.errors import MismatchError, StorageError, UnknownFormatError, UsageError
+from ckpttools.formats import ParamGroup
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "megatron"
 TP2 = FIXTURES / "gqa_tp2_pp1_dp2" / "torch"
@@ -106,7 +107,9 @@ def _gathered(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["zar", "Megatron", ""])
 def test_an_unknown_format_name_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnknownFormatError, match="must be one of megatron, safetensors, zarr, got"):
+    with pytest.raises(
+        UnknownFormatError, match="must be one of megatron, safetensors, zarr, zero1, got"
+    ):
         api.detect_format(TP1, name)
     with pytest.raises(UnknownFormatError, match="--to: must be one of"):
         api.reshard(TP1, tmp_path / "out", to=name or "none")
@@ -330,3 +333,20 @@ def test_a_dry_run_names_the_files_that_the_run_then_writes(tmp_path: Path) -> N
     }
     assert dict(report.paths) == written
     assert [line for line in report.lines(verbose=True) if line.startswith("file: ")]
+
+
+def test_a_setting_of_a_group_that_one_side_lacks_is_a_remark_and_another_value_a_difference() -> (
+    None
+):
+    def objects(**settings: object) -> dict[str, object]:
+        return {"param_groups": (ParamGroup(settings, ("a", "b")),)}
+
+    mine, theirs = objects(lr=0.1, wd_mult=1.0), objects(lr=0.1, initial_lr=0.1)
+    assert comparison.settings_lost(mine, theirs) == ("wd_mult",)
+    assert comparison.settings_lost(theirs, mine) == ("initial_lr",)
+    assert list(comparison._compare_objects(mine, theirs)) == []
+    found = list(comparison._compare_objects(mine, objects(lr=0.2)))
+    assert [str(one) for one in found] == [
+        "a: its parameter group has another lr",
+        "b: its parameter group has another lr",
+    ]

@@ -255,7 +255,10 @@ LAYOUTS = "core-0.13, core-0.12, core-0.7, core-0.6, core-0.5"
     ("options", "message"),
     [
         (("--layout", "core-0.1"), f"--layout: must be one of {LAYOUTS}, got 'core-0.1'"),
-        (("--format", "zip"), "format: must be one of megatron, safetensors, zarr, got 'zip'"),
+        (
+            ("--format", "zip"),
+            "format: must be one of megatron, safetensors, zarr, zero1, got 'zip'",
+        ),
     ],
 )
 def test_name_that_does_not_exist_is_no_damage_of_the_checkpoint(

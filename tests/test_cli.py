@@ -57,7 +57,11 @@ TARGET = ("--tp", "1", "--pp", "2", "--dp", "4")
 COULD_NOT_RUN = [
     (("inspect", "nowhere"), "nowhere: must exist, got no such path", ""),
     (("inspect", "empty"), "empty: must be of exactly one known format, got none", "known are"),
-    (("inspect", "run7", "--format", "zar"), "must be one of megatron, safetensors, zarr, got", ""),
+    (
+        ("inspect", "run7", "--format", "zar"),
+        "must be one of megatron, safetensors, zarr, zero1, got",
+        "",
+    ),
     (("inspect", "run7", "--format", "zarr"), "zarr.json: ", ""),
     (("verify", "nowhere"), "nowhere: must exist", ""),
     (("verify", "empty"), "empty: must be of exactly one known format", "known are"),

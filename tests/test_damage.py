@@ -19,13 +19,8 @@ from ckpttools import api
 from ckpttools.api import Resources, Target
 from ckpttools.errors import FormatError
 from ckpttools.formats.consolidated.read import _headers, check_directory
-from ckpttools.formats.consolidated.state import (
-    FORMAT,
-    FORMAT_VERSION,
-    STATE_FILE,
-    parse,
-    serialize,
-)
+from ckpttools.formats.consolidated.state import FORMAT, FORMAT_VERSION, STATE_FILE, parse
+from ckpttools.storage.sealed_json import serialize
 from ckpttools.storage.torchzip import read_torch_file
 from ckpttools.storage.torchzip_check import check_torch_file
 

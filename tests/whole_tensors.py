@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttools.dtypes import BY_NAME
-from ckpttools.formats.consolidated.state import FORMAT, FORMAT_VERSION, serialize, sha256
+from ckpttools.formats.consolidated.state import FORMAT, FORMAT_VERSION
 from ckpttools.manifest import WEIGHT
+from ckpttools.storage.sealed_json import serialize, sha256
 
 CHUNK = 48
 """Bytes of a chunk where tests ask for many: twelve fp32 elements."""

@@ -124,6 +124,8 @@ class Draft:
     ``patches`` are known now; ``finish`` gives the rest once the payload is written. ``carried``
     and ``lost`` say what of the source's other state is in the files and what is not, ``left_out``
     which tensors; ``plan`` says how the files are laid out, ``notes`` what else should be known.
+    ``aliases`` are tensors that the Manifest leaves out because a reader of the files finds them
+    in the bytes of others; they are compared with the source as all others are.
     """
 
     manifest: Manifest
@@ -136,6 +138,7 @@ class Draft:
     plan: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,45 @@ class ParamGroup:
 
     settings: Mapping[str, object]
     members: tuple[str, ...] | None = field(default=None)
+
+
+@runtime_checkable
+class Carried(Protocol):
+    """What a format must know of its own checkpoint to write one again, beside the tensors.
+
+    It stands in a Manifest's objects under ``carried``, by the format's name. A format that holds
+    such documents of others keeps them unread.
+    """
+
+    def to_document(self) -> object:
+        """Return it as plain JSON data.
+
+        Raises:
+            UsageError: it belongs to what the document can't stand for.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedDocument:
+    """A document that another format made of its :class:`Carried`."""
+
+    document: object
+
+    def to_document(self) -> object:
+        """Return the document."""
+        return self.document
+
+
+@runtime_checkable
+class DescribesParts(Protocol):
+    """A format that also knows files which are a part of a checkpoint and can't be read alone."""
+
+    def describe_part(self, path: Path) -> dict[str, object] | None:
+        """Describe such a file as `ckpttools.inspect` does a checkpoint; None for anything else.
+
+        Raises:
+            FormatError: it is damaged or hostile.
+        """
 
 
 @runtime_checkable
@@ -192,6 +234,12 @@ def registry() -> dict[str, Format]:
     """Return all formats by name."""
     from ckpttools.formats.consolidated import ConsolidatedFormat, ZarrFormat
     from ckpttools.formats.megatron import MegatronFormat
+    from ckpttools.formats.native import Zero1Format
 
-    formats: tuple[Format, ...] = (MegatronFormat(), ConsolidatedFormat(), ZarrFormat())
+    formats: tuple[Format, ...] = (
+        MegatronFormat(),
+        ConsolidatedFormat(),
+        ZarrFormat(),
+        Zero1Format(),
+    )
     return {fmt.name: fmt for fmt in formats}

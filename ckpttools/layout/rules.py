@@ -131,9 +131,18 @@ def parse_rules(text: str, *, where: str) -> Rules:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RuleError(f"{where}: a rules file must be TOML, got {error}") from error
+    return rules_of_table(table, where=where)
+
+
+def rules_of_table(table: Mapping[str, object], *, where: str) -> Rules:
+    """Build the rules of a rules file's content.
+
+    Raises:
+        RuleError: a rule isn't what a rule must be.
+    """
     unknown = set(table) - {"family", "rule"}
-    entries = table.get("rule")
-    if unknown or not isinstance(entries, list) or not isinstance(table.get("family"), str):
+    entries, family = table.get("rule"), table.get("family")
+    if unknown or not isinstance(entries, list) or not isinstance(family, str):
         raise RuleError(
             f"{where}: a rules file must have a family and a list of [[rule]], got keys "
             f"{', '.join(sorted(table)) or 'none'}"
@@ -145,7 +154,25 @@ def parse_rules(text: str, *, where: str) -> Rules:
                 f"{where}: {rule.name}: tied_to must be a parameter of another rule, got "
                 f"{rule.tied_to!r}"
             )
-    return Rules(family=table["family"], where=where, rules=rules)
+    return Rules(family=family, where=where, rules=rules)
+
+
+def rules_table(rules: Rules) -> dict[str, object]:
+    """Return rules as the plain data that a rules file holds; `rules_of_table` undoes it."""
+    return {"family": rules.family, "rule": [_entry(rule) for rule in rules.rules]}
+
+
+def _entry(rule: Rule) -> dict[str, object]:
+    """Return a rule as a table of a rules file."""
+    entry: dict[str, object] = {"name": rule.name, "stage": rule.stage}
+    if rule.split is not None:
+        entry |= {"dim": rule.split.dim, "blocks": list(rule.split.blocks.weights)}
+    if rule.vocabulary:
+        entry["vocabulary"] = True
+    for key in ("tied_to", "kind"):
+        if value := getattr(rule, key):
+            entry[key] = value
+    return {**entry, "when": dict(rule.when)} if rule.when else entry
 
 
 def _rule(entry: object, where: str) -> Rule:

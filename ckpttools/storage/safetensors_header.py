@@ -82,9 +82,14 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def build_header(
-    tensors: Sequence[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]
+    tensors: Sequence[tuple[str, DType, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+    *,
+    alignment: int = 8,
 ) -> tuple[bytes, dict[str, int]]:
     """Return a header for these tensors in this order, and where in the file each will start.
+
+    The first one starts at a multiple of ``alignment`` bytes; 8 is the least that readers expect.
 
     Raises:
         FormatError: a key is there twice, reserved or not text that UTF-8 can hold, or the header
@@ -108,7 +113,7 @@ def build_header(
         text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise FormatError(f"header: keys must be valid Unicode, got {error.object!r:.60}") from None
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(_LENGTH.size + len(text)) % alignment)
     if len(text) > MAX_HEADER_BYTES:
         raise FormatError(f"header: must be at most {MAX_HEADER_BYTES} bytes, got {len(text)}")
     start = _LENGTH.size + len(text)

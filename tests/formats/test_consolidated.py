@@ -21,10 +21,11 @@ from ckpttools.dtypes import dtype
 from ckpttools.errors import CkptError, FormatError, UsageError
 from ckpttools.formats.consolidated import write
 from ckpttools.formats.consolidated.read import check_directory
-from ckpttools.formats.consolidated.state import parse, plain, serialize, sha256
+from ckpttools.formats.consolidated.state import parse, plain
 from ckpttools.formats.consolidated.write import key_of, lay_out_directory
 from ckpttools.layout.box import Box
 from ckpttools.manifest import MASTER, WEIGHT, Chunk, Extent, File, Manifest, Part, TensorSpec
+from ckpttools.storage.sealed_json import serialize, sha256
 
 CASES = oracle.cases()
 SMALL = oracle.case("gqa_tp2_pp2_dp1")

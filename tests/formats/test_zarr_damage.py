@@ -15,9 +15,9 @@ from whole_tensors import CHUNK, EDGES, whole
 from ckpttools import api
 from ckpttools.errors import CkptError
 from ckpttools.formats.consolidated import zarr_store
-from ckpttools.formats.consolidated.state import sealed
 from ckpttools.formats.consolidated.zarr_read import check_store
 from ckpttools.formats.consolidated.zarr_write import serialize_root
+from ckpttools.storage.sealed_json import sealed
 
 
 @pytest.fixture

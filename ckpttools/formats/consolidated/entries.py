@@ -8,14 +8,9 @@ from pathlib import Path
 
 from ckpttools.errors import CkptError, FormatError
 from ckpttools.formats import ParamGroup, Problem
-from ckpttools.formats.consolidated.state import (
-    MAX_STATE_BYTES,
-    OBJECTS,
-    OBJECTS_DIRECTORY,
-    parse_json,
-    sha256,
-)
+from ckpttools.formats.consolidated.state import MAX_STATE_BYTES, OBJECTS, OBJECTS_DIRECTORY
 from ckpttools.storage.local import read_small_file
+from ckpttools.storage.sealed_json import parse_json, sha256
 
 _CRC = re.compile("[0-9a-f]{8}")
 _ENTRIES = ("iteration", "num_floating_point_operations_so_far", "step")

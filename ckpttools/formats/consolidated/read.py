@@ -16,11 +16,12 @@ from ckpttools.formats.consolidated.entries import (
     objects_of,
     table,
 )
-from ckpttools.formats.consolidated.state import MAX_STATE_BYTES, STATE_FILE, parse, sha256
+from ckpttools.formats.consolidated.state import MAX_STATE_BYTES, STATE_FILE, parse
 from ckpttools.layout.box import Box
 from ckpttools.manifest import Chunk, Extent, File, Manifest, Part, TensorSpec
 from ckpttools.storage.local import read_small_file
 from ckpttools.storage.safetensors_header import SafetensorsHeader, StoredTensor, read_header
+from ckpttools.storage.sealed_json import sha256
 
 
 def read_directory(path: Path) -> Reading:

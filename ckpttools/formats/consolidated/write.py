@@ -22,10 +22,11 @@ from ckpttools.formats.consolidated.document import (
     describe,
     describe_tensor,
 )
-from ckpttools.formats.consolidated.state import STATE_FILE, serialize, sha256
+from ckpttools.formats.consolidated.state import STATE_FILE
 from ckpttools.layout.box import Box
 from ckpttools.manifest import WEIGHT, Chunk, Extent, File, Manifest, Part, TensorSpec
 from ckpttools.storage.safetensors_header import build_header
+from ckpttools.storage.sealed_json import serialize, sha256
 
 MAX_FILE_BYTES = 5_000_000_000
 """Tensor bytes in one file, as Hugging Face splits; a larger tensor has a file of its own."""

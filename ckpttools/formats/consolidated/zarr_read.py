@@ -20,10 +20,11 @@ from ckpttools.formats.consolidated.entries import (
     objects_of,
     table,
 )
-from ckpttools.formats.consolidated.state import MAX_STATE_BYTES, check, parse_json, sealed
+from ckpttools.formats.consolidated.state import MAX_STATE_BYTES, check
 from ckpttools.formats.consolidated.zarr_store import ROOT, ArrayLayout, array_layout
 from ckpttools.manifest import Chunk, Extent, File, Manifest, Part, TensorSpec
 from ckpttools.storage.local import read_small_file
+from ckpttools.storage.sealed_json import parse_json, sealed
 
 
 def read_store(path: Path) -> Reading:

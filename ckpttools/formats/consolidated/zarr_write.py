@@ -14,7 +14,6 @@ from ckpttools.formats.consolidated.document import (
     describe,
     describe_tensor,
 )
-from ckpttools.formats.consolidated.state import sealed, sha256
 from ckpttools.formats.consolidated.zarr_store import (
     DTYPE_ATTRIBUTE,
     ROOT,
@@ -22,6 +21,7 @@ from ckpttools.formats.consolidated.zarr_store import (
     array_layout,
 )
 from ckpttools.manifest import Chunk, Extent, File, Manifest, Part, TensorSpec
+from ckpttools.storage.sealed_json import sealed, sha256
 
 
 def lay_out_store(source: Manifest, target: Target, root: str) -> Draft:

@@ -27,6 +27,11 @@ _PER_RANK = {
 }
 
 
+def belongs_to_ranks(key: str) -> bool:
+    """Say whether a top-level entry of a rank file is of its rank, not of the model."""
+    return key in _PER_RANK
+
+
 def survives(key: str, value: object, state: MegatronState, run: Run) -> bool:
     """Say whether the top-level entry ``key`` of a rank file is in the target's files."""
     if key == OPTIMIZER and not state.slots:

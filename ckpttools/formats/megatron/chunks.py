@@ -7,7 +7,7 @@ boxes of the rank's tensor, one per sub-block → boxes of the whole tensor.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -16,6 +16,8 @@ from ckpttools.errors import FormatError
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.carry import EXTRA_STATE, is_empty
 from ckpttools.formats.megatron.directory import IterationDirectory
+from ckpttools.formats.megatron.document import CarriedState
+from ckpttools.formats.megatron.neutral import sharded_layout
 from ckpttools.formats.megatron.ranks import RankFiles
 from ckpttools.formats.megatron.saved_buffers import SavedBuffer
 from ckpttools.formats.megatron.state import (
@@ -134,7 +136,7 @@ def build_manifest(
         files=tuple(builder.files),
         tensors=tuple(builder.tensors),
         chunks=tuple(builder.chunks),
-        objects=describe(state),
+        objects=describe(state, builder.tensors),
     )
 
 
@@ -240,7 +242,7 @@ def _is_dense(lengths: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def describe(state: MegatronState) -> dict[str, object]:
+def describe(state: MegatronState, tensors: Sequence[TensorSpec]) -> dict[str, object]:
     """Return the objects of a Manifest: what every format understands, and ``megatron``."""
     groups = state.groups
     objects: dict[str, object] = {
@@ -269,6 +271,8 @@ def describe(state: MegatronState) -> dict[str, object]:
     known = {*objects, *PER_RANK, "checkpoint_version", "model", "optimizer"}
     objects["unconverted"] = tuple(key for key in tree if key not in known)
     objects["megatron"] = state
+    objects["sharded_layout"] = sharded_layout(state, tensors)
+    objects["carried"] = {"megatron": CarriedState(state)}
     return objects
 
 

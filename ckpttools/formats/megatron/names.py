@@ -27,6 +27,16 @@ def count_layers(names: Iterable[str]) -> int:
     return max(found, default=-1) + 1
 
 
+def layer_of(name: str) -> int | None:
+    """Return the layer number of an entry; None where it is in no layer.
+
+    >>> layer_of("decoder.layers.7.mlp.linear_fc2.weight"), layer_of("output_layer.weight")
+    (7, None)
+    """
+    match = _LAYER.fullmatch(name)
+    return None if match is None else int(match[2])
+
+
 def to_global(name: str, pipeline: Pipeline, p: int, v: int, *, where: str) -> str:
     """Return the global name of an entry of chunk ``v`` of stage ``p``.
 

@@ -6,14 +6,17 @@ It rides in the Manifest's ``objects`` under ``megatron``; no other format looks
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ckpttools.errors import RuleError
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.groups import GroupParam, Groups
 from ckpttools.layout.megatron import BufferLayout, Cuts
 from ckpttools.layout.pipeline import Pipeline
 from ckpttools.layout.rules import Rule, Rules
 from ckpttools.storage.inert import Inert
+
+OUTPUT_WEIGHT = "output_layer.weight"
 
 RankId = tuple[int, int]
 """Tensor rank and pipeline rank."""
@@ -103,3 +106,17 @@ def optimizer_chunks(run: Run) -> tuple[range, ...]:
     if run.chained and run.vpp > 1:
         return range(1), range(1, run.vpp)
     return (range(run.vpp),)
+
+
+def tied_output(state: MegatronState, run: Run, infos: Mapping[str, ParamInfo]) -> ParamInfo:
+    """Return the output layer of a run that ties it, as its embedding is.
+
+    Raises:
+        RuleError: the rules have none that is tied.
+    """
+    rule = state.rules.find(OUTPUT_WEIGHT, run.facts)
+    if rule.tied_to not in infos:
+        raise RuleError(
+            f"{OUTPUT_WEIGHT}: must be tied to a parameter of the model, got {rule.tied_to!r}"
+        )
+    return replace(infos[rule.tied_to], name=OUTPUT_WEIGHT, rule=rule)

@@ -10,11 +10,16 @@ from ckpttools.formats import Target
 from ckpttools.formats.megatron.arguments import Run
 from ckpttools.formats.megatron.chunks import rank_boxes
 from ckpttools.formats.megatron.names import param_to_local
-from ckpttools.formats.megatron.state import ChunkId, MegatronState, ParamInfo
+from ckpttools.formats.megatron.state import (
+    OUTPUT_WEIGHT,
+    ChunkId,
+    MegatronState,
+    ParamInfo,
+    tied_output,
+)
 from ckpttools.layout.pipeline import Pipeline, Split, split_layers
 from ckpttools.manifest import WEIGHT, Manifest
 
-OUTPUT_WEIGHT = "output_layer.weight"
 OUTPUT_EXTRA_STATE = "output_layer._extra_state"
 
 
@@ -119,10 +124,7 @@ def deal(
 
 def _info(state: MegatronState, run: Run, infos: Mapping[str, ParamInfo], name: str) -> ParamInfo:
     """Return a parameter; a tied output layer that the source lacks follows its embedding."""
-    if name in infos:
-        return infos[name]
-    rule = state.rules.find(name, run.facts)
-    return replace(infos[rule.tied_to], name=name, rule=rule)
+    return infos[name] if name in infos else tied_output(state, run, infos)
 
 
 def _resize(info: ParamInfo, run: Run) -> ParamInfo:

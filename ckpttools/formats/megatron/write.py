@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ckpttools.dtypes import dtype
 from ckpttools.errors import LayoutError, UsageError
-from ckpttools.formats import Draft, Finish, Patch, Target, Written
+from ckpttools.formats import Carried, Draft, Finish, Patch, Target, Written
 from ckpttools.formats.megatron import carry
 from ckpttools.formats.megatron.arguments import Run, rewrite
 from ckpttools.formats.megatron.chunks import (
@@ -28,6 +28,7 @@ from ckpttools.formats.megatron.chunks import (
 )
 from ckpttools.formats.megatron.directory import MODEL_FILE, OPTIMIZER_FILE, TRACKER, rank_name
 from ckpttools.formats.megatron.names import param_to_local, to_local
+from ckpttools.formats.megatron.restore import restore, stale_arguments
 from ckpttools.formats.megatron.state import (
     BufferId,
     Buffers,
@@ -39,6 +40,7 @@ from ckpttools.formats.megatron.target import deal, selected, target_entries, ta
 from ckpttools.layout.box import row_major_strides
 from ckpttools.layout.megatron import BufferLayout, Cuts, buffer_layout
 from ckpttools.layout.pipeline import Pipeline
+from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.manifest import MASTER, WEIGHT, Extent, Manifest
 from ckpttools.storage.torchzip import StorageRef, TensorRef
 from ckpttools.storage.torchzip_writer import TorchDraft, lay_out_torch_file, seal
@@ -50,14 +52,27 @@ def lay_out_checkpoint(source: Manifest, target: Target, root: str) -> Draft:
     Raises:
         UsageError: the target contradicts the model, or the source lacks what Megatron needs.
     """
-    state = source.objects.get("megatron")
-    if not isinstance(state, MegatronState):
-        raise UsageError(
-            f"--to megatron: needs a source with Megatron's arguments, got format {source.format}"
-        )
+    state, notes = _state_of(source)
     state = selected(source, state)
     run, pipeline = target_run(state, target)
-    return _Writer(source, state, run, pipeline, target).draft(root)
+    return replace(_Writer(source, state, run, pipeline, target).draft(root), notes=notes)
+
+
+def _state_of(source: Manifest) -> tuple[MegatronState, tuple[str, ...]]:
+    """Return the state of a Megatron run, the source's own or the one that it carries; remarks."""
+    state = source.objects.get("megatron")
+    if isinstance(state, MegatronState):
+        return state, ()
+    carried, layout = (source.objects.get(key) for key in ("carried", "sharded_layout"))
+    mine = carried.get("megatron") if isinstance(carried, Mapping) else None
+    if isinstance(mine, Carried) and isinstance(layout, ShardedLayout):
+        document = mine.to_document()
+        state = restore(document, layout, source.objects)
+        return state, stale_arguments(state, document)
+    raise UsageError(
+        f"--to megatron: needs a source with Megatron's arguments, got format {source.format}"
+        + (", which never was a Megatron checkpoint" if isinstance(layout, ShardedLayout) else "")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +145,12 @@ class _Writer:
         tracker = builder.add_file(TRACKER, len(number))
         patches.append(Patch(tracker, 0, number.encode()))
         manifest = Manifest(
-            format=self.source.format,
+            format="megatron",
             root=root,
             files=tuple(builder.files),
             tensors=tuple(builder.tensors),
             chunks=tuple(builder.chunks),
-            objects=describe(self._target_state()),
+            objects=describe(self._target_state(), builder.tensors),
         )
         carried, lost = carry.report(self.state, self.run)
         return Draft(
