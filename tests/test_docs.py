@@ -61,11 +61,10 @@ class Step:
     expected: str
 
 
-def blocks(text: str, language: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each block of a language."""
+def blocks(text: str) -> Iterator[tuple[str, int, str]]:
+    """Yield language, line and text of each block, from top to bottom."""
     for match in BLOCK.finditer(text):
-        if match[1] == language:
-            yield text.count("\n", 0, match.start()) + 2, match[2]
+        yield match[1], text.count("\n", 0, match.start()) + 2, match[2]
 
 
 def steps(line: int, block: str) -> Iterator[Step]:
@@ -131,30 +130,42 @@ def as_expected(expected: str, got: str) -> bool:
     return doctest.OutputChecker().check_output(normal(expected), normal(got), doctest.ELLIPSIS)
 
 
-def run_console(text: str) -> list[str]:
-    """Run the ``console`` blocks of a page; return a description of each difference."""
-    shell, wrong = Shell(), []
-    for line, block in blocks(text, "console"):
+class Page:
+    """Runs a page's blocks from top to bottom, all ``python`` blocks in one namespace."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.names: dict[str, object] = {}
+        self.shell = Shell()
+        self.runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+        self.wrong: list[str] = []
+
+    def run(self, text: str) -> str:
+        """Return a description of each difference between the page and what it does."""
+        for language, line, block in blocks(text):
+            if language == "console":
+                self._console(line, block)
+            elif language == "python":
+                self._python(line, block)
+        return "\n".join(self.wrong)
+
+    def _console(self, line: int, block: str) -> None:
         for step in steps(line, block):
-            got = shell.run(step.command)
+            got = self.shell.run(step.command)
             if not as_expected(step.expected, got):
-                wrong.append(f"line {step.line}: $ {step.command}\n{got}")
-    return wrong
+                self.wrong.append(f"line {step.line}: $ {step.command}\n{got}")
 
-
-def run_python(text: str, name: str) -> str:
-    """Run the ``python`` blocks of a page in one namespace; return what doctest complains of."""
-    said = io.StringIO()
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
-    names: dict[str, object] = {}
-    for line, block in blocks(text, "python"):
-        if ">>>" in block:
-            test = doctest.DocTestParser().get_doctest(block, names, name, name, line - 1)
-            runner.run(test, out=said.write, clear_globs=False)
-            names = test.globs
-        else:
-            exec(compile(block, name, "exec"), names)  # noqa: S102  # examples are for running
-    return said.getvalue()
+    def _python(self, line: int, block: str) -> None:
+        if ">>>" not in block:
+            exec(compile(block, self.name, "exec"), self.names)  # noqa: S102  # made to be run
+            return
+        said = io.StringIO()
+        parser = doctest.DocTestParser()
+        test = parser.get_doctest(block, self.names, self.name, self.name, line - 1)
+        self.runner.run(test, out=said.write, clear_globs=False)
+        self.names = test.globs
+        if said.getvalue():
+            self.wrong.append(said.getvalue())
 
 
 @pytest.mark.parametrize("page", RUN, ids=page_id)
@@ -163,18 +174,30 @@ def test_the_examples_of_a_page_do_what_it_says(
 ) -> None:
     shutil.copytree(ROOT / "fixtures" / "megatron", tmp_path / "fixtures" / "megatron")
     monkeypatch.chdir(tmp_path)
-    assert "\n".join(run_console(page.read_text())) == ""
-    assert run_python(page.read_text(), page.name) == ""
+    assert Page(page.name).run(page.read_text()) == ""
 
 
 def test_the_runner_sees_a_wrong_output_a_wrong_code_and_a_wrong_value() -> None:
     page = "```console\n$ echo one\ntwo\n$ false\n$ echo $?\n0\n$ echo three\nthree\n```\n"
-    assert [text.splitlines()[0] for text in run_console(page)] == [
+    wrong = Page("page").run(page).splitlines()
+    assert [line for line in wrong if line.startswith("line ")] == [
         "line 2: $ echo one",
         "line 5: $ echo $?",
     ]
-    assert "Expected:\n    3\nGot:\n    2" in run_python("```python\n>>> 1 + 1\n3\n```\n", "page")
-    assert run_python("```python\nx = 2\n```\n\n```python\n>>> x\n2\n```\n", "page") == ""
+    sum_of_two = "```python\n>>> 1 + 1\n3\n```\n"
+    assert "Expected:\n    3\nGot:\n    2" in Page("page").run(sum_of_two)
+    assert Page("page").run("```python\nx = 2\n```\n\n```python\n>>> x\n2\n```\n") == ""
+
+
+def test_the_blocks_of_a_page_run_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make = '```python\n>>> import pathlib; _ = pathlib.Path("made").write_text("x")\n```\n'
+    look = "```console\n$ ls made\nmade\n```\n"
+    assert Page("page").run(make + look) == ""
+    (tmp_path / "made").unlink()
+    assert "ls: " in Page("page").run(look + make)
 
 
 def test_the_runner_compares_all_but_times_and_what_the_machine_decides() -> None:

@@ -67,12 +67,15 @@ OUTSIDE: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli"},
     "torch": {"optimizer", "hooks"},
+    "yaml": {"optimizer"},
+    "apex": {"optimizer"},
+    "transformer_engine": {"optimizer"},
     "hypothesis": {"testing"},
     "pytest": {"testing"},
     "zarr": {"storage", "formats"},
     "fsspec": {"storage"},
 }
-ONLY_INSIDE_FUNCTIONS = {"zarr", "fsspec"}
+ONLY_INSIDE_FUNCTIONS = {"zarr", "fsspec", "yaml", "apex", "transformer_engine"}
 
 
 @dataclass(frozen=True, slots=True)

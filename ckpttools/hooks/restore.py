@@ -1,0 +1,344 @@
+"""How does a checkpoint of any format and layout come into a live optimizer? By name and place.
+
+1. Every rank opens the checkpoint; data-parallel rank zero also holds its formula against the
+   evidence in its files.
+2. Everything that this run needs must be there, in the same dtype and shape: checked for every
+   tensor before the first byte is read.
+3. A rank reads the byte ranges of its own shard, weights included, and the ranks gather the
+   weights: what is read is 1/DP of the model part, whatever cut the files.
+4. Bytes go to fresh memory first and are taken over at the end, so an error on any rank leaves
+   all of them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ckpttools import api
+from ckpttools.errors import MismatchError
+from ckpttools.formats import ParamGroup, ReadOptions
+from ckpttools.hooks.regions import tiles_of
+from ckpttools.hooks.together import together
+from ckpttools.layout.megatron import VARIANTS
+from ckpttools.layout.sharded import ShardedParam
+from ckpttools.manifest import MASTER, WEIGHT, Manifest
+from ckpttools.optimizer import DistributedOptimizer
+from ckpttools.optimizer.describe import sharded_param
+from ckpttools.optimizer.shards import MOMENTS, Piece
+from ckpttools.plan import Pieces, pieces
+from ckpttools.storage.local import FilePool
+from ckpttools.tiles import read_tile
+
+SCRATCH_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was taken from a checkpoint, and what in it was not.
+
+    ``objects`` are the checkpoint's own objects (iteration, scheduler, arguments, the state that
+    a foreign format needs to be written again): hand them to ``save_sharded``.
+    """
+
+    path: str
+    format: str
+    tensors: int
+    read_bytes: int
+    unused: tuple[str, ...]
+    notes: tuple[str, ...]
+    objects: Mapping[str, object] = field(default_factory=dict)
+
+
+def load_sharded(
+    path: str | Path,
+    optimizer: DistributedOptimizer,
+    *,
+    format: str | None = None,  # noqa: A002  # the name of the CLI's option
+    options: ReadOptions | None = None,
+    weights_only: bool = False,
+    strict: bool = True,
+    cross_check: bool = True,
+) -> Restored:
+    """Load a checkpoint of any format that is read here, whatever topology wrote it.
+
+    A collective call of all ranks. Weights, masters, moments, step counts and the settings of
+    parameter groups are taken; parameters are whole on every rank afterwards. ``weights_only``
+    takes weights and makes the masters anew of them. ``strict`` refuses a checkpoint that holds
+    parameters this run hasn't.
+
+    Raises:
+        CkptError: a tensor is missing, or its shape or dtype is another, or the files are damaged;
+            raised on every rank, and nothing was changed.
+    """
+    optimizer.finish_param_sync()
+    opened: list[api.Opened] = []
+    loaders: list[_Loader] = []
+    first = optimizer.dp.rank == 0
+
+    def open_first() -> str:
+        if first:
+            opened.append(
+                api.open_checkpoint(path, format=format, options=options, cross_check=cross_check)
+            )
+        return opened[0].layouts[0] if opened else ""
+
+    layouts = together(optimizer, open_first)
+
+    def prepare() -> bool:
+        if not first:  # the layout that the evidence allows was found by the first rank
+            known = replace(options or ReadOptions(), layout=_variant(layouts))
+            opened.append(
+                api.open_checkpoint(path, format=format, options=known, cross_check=False)
+            )
+        loader = _Loader(opened[0].manifest, optimizer, weights_only=weights_only)
+        loader.check(strict=strict and optimizer.pp.size == 1)
+        loader.read()
+        loaders.append(loader)
+        return True
+
+    together(optimizer, prepare)
+    loader = loaders[0]
+    loader.install()
+    optimizer.start_param_sync()
+    optimizer.finish_param_sync()
+    if weights_only:
+        optimizer.reload_model_params()
+    return Restored(
+        path=str(path),
+        format=opened[0].format.name,
+        tensors=len(loader.wanted),
+        read_bytes=loader.read_bytes,
+        unused=loader.unused(),
+        notes=opened[0].notes,
+        objects=opened[0].manifest.objects,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Want:
+    """Elements ``start`` to ``stop`` of a flattened local tensor of one slot, and their target."""
+
+    param: ShardedParam
+    slot: str
+    start: int
+    stop: int
+    target: Tensor
+
+
+class _Loader:
+    """Reads this rank's part of a checkpoint."""
+
+    def __init__(
+        self, manifest: Manifest, optimizer: DistributedOptimizer, *, weights_only: bool
+    ) -> None:
+        self.manifest = manifest
+        self.optimizer = optimizer
+        self.weights_only = weights_only
+        self.read_bytes = 0
+        self._index = manifest.index()
+        self._fresh: list[Tensor] = []
+        self._params = {
+            managed.name: sharded_param(managed, optimizer.tp.size, optimizer.trains)
+            for managed in optimizer.managed
+        }
+        self.wanted = list(self._wants())
+
+    def check(self, *, strict: bool) -> None:
+        """Check that everything is there as this run needs it, and groups and steps fit."""
+        for param in self._params.values():
+            self._check(param, WEIGHT, param.dtype)
+            if param.trainable and not self.weights_only:
+                for slot in (*((MASTER,) if param.dtype != "float32" else ()), *MOMENTS):
+                    self._check(param, slot, "float32")
+        known = {param.canonical for param in self._params.values()}
+        names = dict.fromkeys(spec.name for spec in self.manifest.tensors)
+        if strict and (extra := [name for name in names if name not in known]):
+            raise MismatchError(
+                f"{self.manifest.root}: {extra[0]}: must be a parameter of this run, got none "
+                f"({len(extra)} such tensors)",
+                hint="give strict=False to leave them",
+            )
+        if not self.weights_only:
+            self._steps()
+            self._groups()
+
+    def read(self) -> None:
+        """Read every wanted range into fresh memory."""
+        chunks = self.manifest.by_tensor()
+        columns: dict[int, Pieces] = {}
+        scratch = memoryview(bytearray(SCRATCH_BYTES))
+        with FilePool(self.manifest.root, [f.path for f in self.manifest.files]) as pool:
+            for want in self.wanted:
+                i = self._index[want.param.canonical, want.slot]
+                if i not in columns:
+                    primaries = [c for c in chunks[i] if c.replica_id == 0]
+                    columns[i] = pieces(primaries, ndim=len(self.manifest.tensors[i].shape))
+                fresh = torch.zeros_like(want.target, device="cpu")
+                self._read(pool, columns[i], want, fresh, scratch)
+                self._fresh.append(fresh)
+            self.read_bytes = pool.read_bytes
+
+    def install(self) -> None:
+        """Take everything over."""
+        with torch.no_grad():
+            for want, fresh in zip(self.wanted, self._fresh, strict=True):
+                want.target.copy_(fresh)
+        self._fresh.clear()
+        if self.weights_only:
+            return
+        self.optimizer.steps.update(self._steps())
+        for live, settings in self._groups():
+            live.update(settings)
+        scaler = self.manifest.objects.get("grad_scaler")
+        if self.optimizer.scaler is not None and isinstance(scaler, Mapping) and scaler:
+            self.optimizer.scaler.load_state_dict(scaler)
+
+    def unused(self) -> tuple[str, ...]:
+        """Return what of this rank's model part no rank takes, by tensor."""
+        slots = (WEIGHT,) if self.weights_only else (WEIGHT, MASTER, *MOMENTS)
+        taken = {
+            (param.canonical, slot)
+            for param in self._params.values()
+            for slot in (slots if param.trainable else (WEIGHT,))
+        }
+        names = {param.canonical for param in self._params.values()}
+        return tuple(
+            str(spec)
+            for spec in self.manifest.tensors
+            if spec.key not in taken and spec.name in names
+        )
+
+    def _wants(self) -> Iterator[_Want]:
+        """List the weights and state that this rank is to hold."""
+        optimizer = self.optimizer
+        params = self._params
+        for managed in optimizer.managed:
+            if managed.name not in optimizer.trains:
+                flat = managed.param.data.reshape(-1)
+                yield _Want(params[managed.name], WEIGHT, 0, flat.numel(), flat)
+        for piece in optimizer.pieces:
+            param = params[piece.name]
+            part = piece.range.param
+            yield _Want(param, WEIGHT, part.start, part.end, _weight(piece))
+            if not self.weights_only:
+                for slot, target in piece.slots().items():
+                    if target.data_ptr() != _weight(piece).data_ptr():
+                        yield _Want(param, slot, part.start, part.end, target)
+
+    def _check(self, mine: ShardedParam, slot: str, kind: str) -> None:
+        """Check that a slot is there with the shape and dtype that this run has."""
+        key = mine.canonical, slot
+        where = f"{self.manifest.root}: {mine.canonical} ({slot})"
+        if key not in self._index:
+            raise MismatchError(
+                f"{where}: must be in the checkpoint, got none",
+                hint="give weights_only=True to start with fresh optimizer state",
+            )
+        spec = self.manifest.tensors[self._index[key]]
+        if mine.vocab_rows is not None:
+            fits = spec.shape == (mine.vocab_rows, *mine.shape[1:])
+        else:
+            fits = mine.shape in (spec.shape, spec.stored_shape)
+        if not fits:
+            raise MismatchError(
+                f"{where}: shape must be {mine.shape} as in this run, got {spec.shape}"
+                + (f" and {spec.padding_rows} rows of padding" if spec.padding_rows else ""),
+                hint="give the true vocabulary as vocab_rows of its Sharding"
+                if spec.padding_rows
+                else "",
+            )
+        if spec.dtype.name != kind:
+            raise MismatchError(f"{where}: dtype must be {kind} as in this run, got {spec.dtype}")
+
+    def _read(
+        self, pool: FilePool, columns: Pieces, want: _Want, fresh: Tensor, scratch: memoryview
+    ) -> None:
+        """Fill ``fresh`` with the elements of one range."""
+        optimizer = self.optimizer
+        for tile, out in tiles_of(
+            fresh,
+            want.param,
+            tp=optimizer.tp.rank,
+            tp_size=optimizer.tp.size,
+            start=want.start,
+            stop=want.stop,
+            tile_bytes=SCRATCH_BYTES,
+        ):
+            read_tile(pool, columns, tile, out, scratch)
+
+    def _steps(self) -> dict[str, int]:
+        """Return the step of each parameter of this rank.
+
+        Raises:
+            MismatchError: the checkpoint has none, or no whole number.
+        """
+        stated = self.manifest.objects.get("step")
+        steps = {}
+        for name in self.optimizer.steps:
+            step = stated.get(self._canonical(name)) if isinstance(stated, Mapping) else stated
+            if isinstance(step, float) and step.is_integer():
+                step = int(step)
+            if type(step) is not int or step < 0:
+                raise MismatchError(
+                    f"{self.manifest.root}: {name}: step must be a whole number, got {step!r}"
+                )
+            steps[name] = step
+        return steps
+
+    def _groups(self) -> list[tuple[dict[str, object], dict[str, object]]]:
+        """Return (live group, settings to take) for each parameter group of this rank.
+
+        Settings are found by members: all of a live group's parameters must have been in one
+        saved group. Where a checkpoint names no members, the live settings stay.
+
+        Raises:
+            MismatchError: a live group's members were in several groups.
+        """
+        saved = self.manifest.objects.get("param_groups")
+        groups = [g for g in saved if isinstance(g, ParamGroup)] if isinstance(saved, tuple) else []
+        if not groups or any(group.members is None for group in groups):
+            return []
+        of = {name: i for i, group in enumerate(groups) for name in group.members or ()}
+        names = {id(managed.param): managed.name for managed in self.optimizer.managed}
+        taken = []
+        for live in self.optimizer.param_groups:
+            params = [names[id(param)] for param in live["params"]]
+            found = {of.get(self._canonical(name)) for name in params}
+            found.discard(None)
+            if len(found) > 1:
+                raise MismatchError(
+                    f"{self.manifest.root}: {params[0]}…: parameters of one group must be in one "
+                    f"group of the checkpoint, got {len(found)}",
+                    hint="build the optimizer with the groups of the run that saved",
+                )
+            if found:
+                taken.append((live, _torch_settings(groups[found.pop() or 0].settings, live)))
+        return taken
+
+    def _canonical(self, name: str) -> str:
+        return self._params[name].canonical
+
+
+def _variant(layouts: Mapping[int, str]) -> str | None:
+    """Return the layout variant that was found; other formats have none to choose."""
+    found = [name for name in layouts.values() if name in VARIANTS]
+    return found[0] if found else None
+
+
+def _weight(piece: Piece) -> Tensor:
+    """Return the parameter's own elements of a piece."""
+    part = piece.range.param
+    return piece.slot.param.data.reshape(-1)[part.start : part.end]
+
+
+def _torch_settings(saved: Mapping[str, object], live: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of a saved group that the live one has too, as torch has them."""
+    taken = {key: saved[key] for key in live if key in saved and key not in ("params", "step")}
+    if isinstance(taken.get("betas"), (list, tuple)):
+        taken["betas"] = tuple(taken["betas"])  # type: ignore[arg-type]  # a list in JSON
+    return taken

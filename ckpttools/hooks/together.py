@@ -1,0 +1,47 @@
+"""How do all ranks of a run act as one? An error on one is raised on all, soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ckpttools.errors import CkptError
+from ckpttools.optimizer import DistributedOptimizer, RemoteError
+from ckpttools.optimizer.describe import exchange
+
+T = TypeVar("T")
+
+
+def together(optimizer: DistributedOptimizer, work: Callable[[], T]) -> dict[int, T]:
+    """Do ``work`` on every rank and return what each returned, by rank number.
+
+    A collective call: every rank gets all results, so they are small plain data.
+
+    Raises:
+        Exception: this rank's own error.
+        RemoteError: another rank's.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except (CkptError, OSError, ValueError, RuntimeError) as caught:
+        error = caught
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    found = exchange((text, result), optimizer.dp, optimizer.tp, optimizer.pp)
+    if error is not None:
+        raise error
+    tp, dp = optimizer.tp.size, optimizer.dp.size
+    results: dict[int, T] = {}
+    for (t, d, p), (failure, value) in found.items():
+        rank = t + tp * (d + dp * p)
+        if failure is not None or value is None:
+            raise RemoteError(f"rank {rank}: {failure}")
+        results[rank] = value
+    return results
+
+
+def rank_of(optimizer: DistributedOptimizer) -> int:
+    """Return this rank's number in the run: tensor ranks first, then data, then pipeline ranks."""
+    tp, dp, pp = optimizer.tp, optimizer.dp, optimizer.pp
+    return tp.rank + tp.size * (dp.rank + dp.size * pp.rank)

@@ -1,0 +1,191 @@
+"""How does a training run describe itself to those who save and load it? As a ShardedLayout.
+
+Each rank knows its own stage and tensor part. :func:`describe_rank` says what it knows;
+:func:`join_ranks` joins that of all model-parallel ranks to the layout of the whole run, which is
+the same value on every rank, so each can tell the place of its own bytes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ckpttools.errors import OptimizerError
+from ckpttools.layout.megatron import Cuts
+from ckpttools.layout.sharded import ModelFacts, ShardedLayout, ShardedParam, Topology
+from ckpttools.manifest import MASTER, WEIGHT
+from ckpttools.optimizer.collectives import Collectives
+from ckpttools.optimizer.parameters import ManagedParam
+from ckpttools.optimizer.shards import MOMENTS
+from ckpttools.optimizer.state import StateOwner
+
+VARIANT = "core-0.13"
+"""The layout variant of the buffers that this package builds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankDescription:
+    """What a rank knows of its model part; equal on all its data-parallel ranks.
+
+    ``chunks`` holds the parameters of each model chunk in module order, in global shapes.
+    """
+
+    chunks: tuple[tuple[ShardedParam, ...], ...]
+    cuts: Mapping[tuple[int, str], Cuts]
+    grad_dtypes: Mapping[str, str]
+    busbw: bool
+
+
+def describe_rank(optimizer: StateOwner, *, busbw: bool) -> RankDescription:
+    """Describe this rank's parameters and buffers."""
+    count = 1 + max(managed.chunk for managed in optimizer.managed)
+    chunks: list[list[ShardedParam]] = [[] for _ in range(count)]
+    for managed in sorted(optimizer.managed, key=lambda item: (item.chunk, item.order)):
+        chunks[managed.chunk].append(sharded_param(managed, optimizer.tp.size, optimizer.trains))
+    return RankDescription(
+        chunks=tuple(map(tuple, chunks)),
+        cuts={(b.chunk, dtype_name(b.param_dtype)): b.cuts for b in optimizer.buffers},
+        grad_dtypes={
+            dtype_name(b.param_dtype): dtype_name(b.grad_dtype) for b in optimizer.buffers
+        },
+        busbw=busbw,
+    )
+
+
+def sharded_param(managed: ManagedParam, tp_size: int, trained: frozenset[str]) -> ShardedParam:
+    """Return a parameter of this rank as part of the whole model."""
+    sharding = managed.sharding
+    shape = list(managed.param.shape)
+    if sharding.split is not None:
+        shape[sharding.split.dim] *= tp_size
+    return ShardedParam(
+        name=managed.name,
+        shape=tuple(shape),
+        dtype=dtype_name(managed.param.dtype),
+        split=sharding.split,
+        vocab_rows=sharding.vocab_rows,
+        vocabulary=sharding.vocab_rows is not None,
+        stage=sharding.stage,
+        layer=sharding.layer,
+        tied_to=sharding.tied_to,
+        trainable=managed.name in trained,
+    )
+
+
+def join_ranks(
+    ranks: Mapping[tuple[int, int], RankDescription],
+    dp_size: int,
+    *,
+    facts: ModelFacts | None = None,
+) -> ShardedLayout:
+    """Join the descriptions of all (tensor rank, pipeline rank) to the layout of the run.
+
+    Raises:
+        OptimizerError: tensor ranks of one stage describe different parameters.
+    """
+    tp_size = 1 + max(tp for tp, _ in ranks)
+    pp_size = 1 + max(pp for _, pp in ranks)
+    vpp = max(len(one.chunks) for one in ranks.values())
+    for (tp, pp), one in ranks.items():
+        if one.chunks != ranks[0, pp].chunks:
+            raise OptimizerError(
+                f"tensor rank {tp} of stage {pp}: must have the parameters of tensor rank 0, got "
+                f"{_first_difference(one, ranks[0, pp])}"
+            )
+    params: list[ShardedParam] = []
+    chunks: dict[tuple[int, int], tuple[int, ...]] = {}
+    for v in range(vpp):  # layers are numbered chunk by chunk over all stages
+        for pp in range(pp_size):
+            mine = ranks[0, pp].chunks[v] if v < len(ranks[0, pp].chunks) else ()
+            chunks[pp, v] = tuple(range(len(params), len(params) + len(mine)))
+            params += mine
+    return ShardedLayout(
+        kind="zero1",
+        topology=Topology(tp=tp_size, pp=pp_size, vpp=vpp, dp=dp_size),
+        params=tuple(params),
+        chunks=chunks,
+        slots=slots_of(params),
+        variant=VARIANT,
+        busbw=ranks[0, 0].busbw,
+        cuts={
+            (tp, pp, v, kind): cuts
+            for (tp, pp), one in sorted(ranks.items())
+            for (v, kind), cuts in one.cuts.items()
+        },
+        grad_dtypes=dict(
+            pair for _, one in sorted(ranks.items()) for pair in one.grad_dtypes.items()
+        ),
+        facts=facts or ModelFacts(),
+    )
+
+
+def slots_of(params: Sequence[ShardedParam]) -> dict[str, dict[str, str]]:
+    """Return the slots that are kept for each parameter dtype that is trained."""
+    kinds = dict.fromkeys(param.dtype for param in params if param.trainable)
+    return {
+        kind: {
+            WEIGHT: kind,
+            **({} if kind == "float32" else {MASTER: "float32"}),
+            **dict.fromkeys(MOMENTS, "float32"),
+        }
+        for kind in kinds
+    }
+
+
+def check_live(optimizer: StateOwner, layout: ShardedLayout) -> None:
+    """Check that the live buffers are those that the layout's formula gives.
+
+    Raises:
+        OptimizerError: they are not: a tied embedding is marked on one stage only.
+    """
+    live = {(b.chunk, dtype_name(b.param_dtype)): b.layout for b in optimizer.buffers}
+    for v in range(layout.topology.vpp):
+        for kind, buffer in layout.buffers(optimizer.tp.rank, optimizer.pp.rank, v).items():
+            mine = live.get((v, kind))
+            if mine is None or (mine.starts, mine.bucket_stops) != (
+                buffer.starts,
+                buffer.bucket_stops,
+            ):
+                raise OptimizerError(
+                    f"buffer of {kind} in model chunk {v}: must lie as the layout's formula says, "
+                    f"got another order of buckets",
+                    hint="set shared_embedding on the parameter of every stage that has a tied one",
+                )
+
+
+T = TypeVar("T")
+
+
+def exchange(
+    value: T, dp: Collectives, tp: Collectives, pp: Collectives
+) -> dict[tuple[int, int, int], T]:
+    """Bring a small plain value of every rank to every rank, by (tp, dp, pp) rank.
+
+    Goes along one parallel dimension after the other, so it needs no group of all ranks.
+    """
+    rows: dict[tuple[int, int, int], T] = {(tp.rank, dp.rank, pp.rank): value}
+    for group in (dp, tp, pp):
+        if group.size > 1:
+            rows = {
+                place: found
+                for part in group.all_gather_object(rows)
+                if isinstance(part, dict)
+                for place, found in part.items()
+            }
+    return rows
+
+
+def dtype_name(kind: torch.dtype) -> str:
+    """Return a dtype's name without ``torch.``."""
+    return str(kind).removeprefix("torch.")
+
+
+def _first_difference(a: RankDescription, b: RankDescription) -> str:
+    for mine, theirs in zip(a.chunks, b.chunks, strict=False):
+        for x, y in zip(mine, theirs, strict=False):
+            if x != y:
+                return f"{x.name} {x.shape} and {y.name} {y.shape}"
+    return "another number of them"

@@ -1,0 +1,399 @@
+"""Adam whose state is sharded over data-parallel ranks: ZeRO-1, as in Megatron-LM.
+
+One step, in the order of the code::
+
+    gradients    reduce-scatter per bucket: each rank gets the sum of its piece
+    agreement    one small all-reduce: norm, non-finite values, which parameters have gradients
+    update       one fused call per bucket and parameter group, on this rank's piece in fp32
+    parameters   rounded to their dtype; all-gather per bucket
+
+Source of the semantics: megatron/core/optimizer/distrib_optimizer.py of core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckpttools.errors import OptimizerError
+from ckpttools.layout.sharded import ShardedLayout
+from ckpttools.optimizer.adam import AdamSettings, adam_step, check_kernel, grad_scale_tensor
+from ckpttools.optimizer.buffers import Bucket, GradSlot
+from ckpttools.optimizer.building import (
+    build_buffers,
+    build_shards,
+    check_ranks_agree,
+    torch_defaults,
+    torch_groups,
+)
+from ckpttools.optimizer.collectives import Collectives
+from ckpttools.optimizer.config import OptimizerConfig
+from ckpttools.optimizer.describe import check_live, describe_rank, exchange, join_ranks
+from ckpttools.optimizer.forward import ForwardGathers
+from ckpttools.optimizer.gather import gathered_param_state
+from ckpttools.optimizer.grad_scaler import GradScaler, scaler_of
+from ckpttools.optimizer.groups import ParallelGroups
+from ckpttools.optimizer.norms import StepFacts, agree, clip_divisor, count_non_finite
+from ckpttools.optimizer.parameters import Params, Sharding, collect
+from ckpttools.optimizer.ranges import Range
+from ckpttools.optimizer.reduction import GradReduction
+from ckpttools.optimizer.shards import BucketShard, Piece
+from ckpttools.optimizer.state import load_rank_state, rank_state
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Shard fp32 masters and Adam moments over the data-parallel ranks (ZeRO-1).
+
+    Parameters and gradients live whole on every rank, in flat buffers; of masters and moments a
+    rank holds 1/DP. With P padded elements and N data-parallel ranks it takes 4P/N bytes for each
+    moment and, unless parameters are fp32, 4P/N for the masters. A step moves (N-1)/N of the
+    gradient bytes and (N-1)/N of the parameter bytes out of and into each rank.
+
+    ``params`` is a module, a list of modules (model chunks), named parameters, or groups of them;
+    with the latter two ``modules`` are the model chunks that they belong to.
+    ``shardings`` says how tensor or pipeline parallelism cut parameters, by name. ``rename`` maps
+    a module's names to canonical ones. ``collectives`` replaces the data-parallel communication
+    (to record it).
+
+    Raises:
+        OptimizerError: parameters are given twice, have no name, are of an unsupported kind, or
+            differ between ranks.
+        ConfigError: settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: OptimizerConfig | None = None,
+        *,
+        modules: Sequence[nn.Module] = (),
+        groups: ParallelGroups | None = None,
+        shardings: Mapping[str, Sharding] | None = None,
+        rename: Callable[[str], str] | None = None,
+        collectives: Collectives | None = None,
+        check_values: bool = True,
+    ) -> None:
+        self.config = config or OptimizerConfig()
+        self.parallel = groups or ParallelGroups()
+        self._collected = collect(params, shardings or {}, rename, modules)
+        device = self._collected.device
+        check_kernel(self.config.kernel, device)
+        self.dp = collectives or self.parallel.collectives("dp", device)
+        self.tp = self.parallel.collectives("tp", device)
+        self.pp = self.parallel.collectives("pp", device)
+        self.model_groups = tuple(g for g in (self.tp, self.pp) if g.size > 1)
+        self.managed = (*self._collected.trained, *self._collected.frozen)
+        self.trains = frozenset(managed.name for managed in self._collected.trained)
+        self._building = True
+        super().__init__(torch_groups(self._collected, self.config), torch_defaults(self.config))
+        self._building = False
+        self._redundant = self.parallel.collectives("redundant", device)
+        check_ranks_agree(
+            self._collected, self.config, (self.dp, self._redundant), values=check_values
+        )
+        self.buffers = tuple(build_buffers(self._collected.trained, self.config, self.dp))
+        self._reduction = GradReduction(
+            self.buffers, self._redundant, overlap=self.config.overlap_grad_reduce
+        )
+        self._forward_order = tuple(reversed(self._reduction.order))
+        self.shards = tuple(build_shards(self.buffers, self._counts_in_norm))
+        self._by_bucket = {id(shard.bucket): shard for shard in self.shards}
+        self.pieces = tuple(piece for shard in self.shards for piece in shard.pieces)
+        self._slots = tuple(slot for buffer in self.buffers for slot in buffer.slots)
+        self._position = {slot.name: i for i, slot in enumerate(self._slots)}
+        self.steps: dict[str, int] = {slot.name: 0 for slot in self._slots}
+        self.scaler: GradScaler | None = scaler_of(self.config, device=device)
+        self.grad_norm: float | None = None
+        self._forward = ForwardGathers(
+            self._collected.modules, self.buffers, wait=self.config.overlap_param_gather
+        )
+        self.state.update({piece.slot.param: piece.slots() for piece in self.pieces})
+
+    # ---- gradients -----------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # torch's own
+        """Forget all gradients; with ``set_to_none=False`` make them zero, as torch does."""
+        self._reduction.clear(set_to_none=set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without reducing them, for all micro-batches but the last."""
+        return self._reduction.no_sync()
+
+    def start_grad_sync(self) -> None:
+        """Start the reduction of every bucket that is not under way."""
+        self._reduction.start()
+
+    def finish_grad_sync(self) -> None:
+        """Wait until this rank's piece of every bucket holds the sum over the ranks.
+
+        ``step`` does it too; call it before anything that looks at gradients.
+        """
+        self._reduction.finish()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the loss scale (fp16); other runs get it back as it is."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    # ---- parameters ----------------------------------------------------------------------
+
+    def start_param_sync(self) -> None:
+        """Gather all parameters, asynchronously, in the order in which a forward needs them."""
+        for bucket in self._forward_order:
+            bucket.start_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are whole on this rank."""
+        for bucket in self._forward_order:
+            bucket.finish_param_sync()
+
+    @property
+    def param_gather_handle(self) -> object | None:
+        """A gather that is under way, or None."""
+        handles = (buffer.param_gather_handle for buffer in self.buffers)
+        return next((handle for handle in handles if handle is not None), None)
+
+    # ---- the step ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # torch's own signature
+        """Update this rank's shard and gather the parameters.
+
+        With a loss scale, or under ``torch.amp``, a step with non-finite gradients anywhere is
+        skipped on every rank: parameters, state and step counts stay.
+
+        Returns:
+            what ``closure`` returned.
+
+        Raises:
+            OptimizerError: called inside ``no_sync``, or ranks disagree about ``torch.amp``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.finish_param_sync()
+        self.finish_grad_sync()
+        self._check_fresh()
+        facts = self._agree()
+        if self._skips(facts):
+            return loss
+        self._update(facts)
+        return loss
+
+    def _agree(self) -> StepFacts:
+        """Exchange norm, non-finite values and used parameters."""
+        decays = self.config.unused_parameters == "decay"
+        used = [slot.used or (decays and slot.param.requires_grad) for slot in self._slots]
+        return agree(
+            self.pieces,
+            used,
+            want_norm=self.config.clip_grad > 0.0,
+            want_finite=self.scaler is not None or self._amp_found_inf() is not None,
+            dp=self.dp,
+            redundant=self._redundant,
+            model=self.model_groups,
+            device=self._collected.device,
+        )
+
+    def _skips(self, facts: StepFacts) -> bool:
+        """Say whether this step is skipped, and tell the loss scale."""
+        mine = self._amp_found_inf()
+        if mine is not None and bool(mine) != facts.non_finite:
+            raise OptimizerError(
+                f"torch.amp: every rank must see the same gradients, got found_inf "
+                f"{bool(mine)} here and {facts.non_finite} over all ranks",
+                hint="call finish_grad_sync() before the scaler's unscale_",
+            )
+        if self.scaler is not None:
+            self.scaler.update(facts.non_finite)
+        return facts.non_finite
+
+    def _update(self, facts: StepFacts) -> None:
+        """Update every bucket in forward order; gather each at once, or all behind."""
+        scale = grad_scale_tensor(self._divisor(facts), self._collected.device)
+        decoupled, correct = self.config.decoupled_weight_decay, self.config.bias_correction
+        settings = [
+            AdamSettings.from_group(group, decoupled=decoupled, bias_correction=correct)
+            for group in self.param_groups
+        ]
+        self._reduction.divided = True
+        for name, used in zip(self.steps, facts.used, strict=True):
+            self.steps[name] += used
+        eager = self.config.overlap_param_gather_with_optimizer_step
+        for bucket in self._forward_order:
+            self._update_bucket(self.shard_of(bucket), facts, settings, scale)
+            if eager:
+                bucket.start_param_sync()
+        if not eager:
+            self.start_param_sync()
+        if not self.config.overlap_param_gather:
+            self.finish_param_sync()
+
+    def _update_bucket(
+        self,
+        shard: BucketShard,
+        facts: StepFacts,
+        settings: Sequence[AdamSettings],
+        scale: Tensor | None,
+    ) -> None:
+        """Update this rank's piece of one bucket."""
+
+        def used(piece: Piece) -> bool:
+            return facts.used[self._position[piece.name]]
+
+        for call in shard.calls(used):
+            steps = [self.steps[name] for name in call.names]
+            adam_step(self.config.kernel, call.pieces, settings[call.group], steps, scale)
+        shard.write_params()
+
+    def _divisor(self, facts: StepFacts) -> float:
+        """Return what the summed gradients are divided by: mean, loss scale and clip in one."""
+        divisor = 1.0
+        if not self._reduction.divided:
+            divisor = self._loss_scale() * self.dp.size * self._redundant.size
+        if facts.norm_squared is not None:
+            self.grad_norm = facts.norm_squared**0.5 / divisor
+            if not math.isfinite(self.grad_norm):
+                raise OptimizerError(f"clip_grad: the norm must be finite, got {self.grad_norm}")
+            divisor *= clip_divisor(self.grad_norm, self.config.clip_grad)
+        return divisor
+
+    def _loss_scale(self) -> float:
+        """Return the scale that the loss was multiplied by, ours or that of torch.amp."""
+        amp = getattr(self, "grad_scale", None)
+        if amp is not None:
+            return float(amp)
+        return 1.0 if self.scaler is None else float(self.scaler.scale)
+
+    def _check_fresh(self) -> None:
+        """Refuse a second step on gradients that lie in the buffer undivided."""
+        if self._reduction.divided and any(b.grad_dtype != torch.float32 for b in self.buffers):
+            raise OptimizerError(
+                "step: 16-bit gradients must be used once, got a second step on them",
+                hint="call zero_grad() after each step",
+            )
+
+    # ---- torch.amp -----------------------------------------------------------------------
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Say yes; torch.amp asks before it looks for infinities, the last moment to reduce.
+
+        Where any rank's gradients are not finite, they are made so on every rank: the scaler of
+        each looks at its own gradients alone, and all must come to the same scale.
+        """
+        self.finish_grad_sync()
+        head = count_non_finite([p.grad for p in self.pieces], self._collected.device)
+        self.dp.all_reduce(head)
+        for group in self.model_groups:
+            group.all_reduce(head)
+        if bool(head):
+            for slot in self._slots:
+                if slot.used:
+                    slot.main_grad.fill_(float("inf"))
+        return True
+
+    def _amp_found_inf(self) -> Tensor | None:
+        """Return what torch.amp found, while it drives the step."""
+        found = getattr(self, "found_inf", None)
+        if found is not None and not isinstance(found, Tensor):
+            raise OptimizerError(
+                "torch.amp: must find gradients in param.grad, got none",
+                hint="turn grad_reduce_in_fp32 off, or use loss_scale or fp16 in its place",
+            )
+        return found
+
+    # ---- state ---------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the buffers are laid out once, at construction.
+
+        Raises:
+            OptimizerError: always, but while the optimizer is being built.
+        """
+        if not self._building:
+            raise OptimizerError(
+                "add_param_group: parameters must be given at construction, got a group later",
+                hint="build a new optimizer and load the state of this one into it",
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's own part of the state, by name; makes no collective call.
+
+        Tensors are views, not copies. ``ckpttools inspect`` tells of a file of it which rank it is
+        and which ranks are missing.
+        """
+        return rank_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` of the same rank of an equal optimizer returned.
+
+        Touches masters, moments, step counts and group settings, and nothing else: no parameter,
+        no random state, no loss scale but the one in it.
+
+        Raises:
+            OptimizerError: it is of another rank, world size or model; nothing was changed.
+        """
+        load_rank_state(self, state_dict)
+
+    def build_model_gbuf_param_range_map(self) -> dict[nn.Parameter, dict[str, Range]]:
+        """Return for each parameter of which this rank owns a part where that part lies.
+
+        Keys are Megatron-LM's: ``gbuf_world``, ``gbuf_world_in_bucket``, ``gbuf_local``, ``param``.
+        """
+        return {
+            piece.slot.param: {
+                "gbuf_world": piece.range.gbuf_world,
+                "gbuf_world_in_bucket": piece.range.gbuf_world_in_bucket,
+                "gbuf_local": piece.range.gbuf_local,
+                "param": piece.range.param,
+            }
+            for piece in self.pieces
+        }
+
+    def sharded_param_state_dp_zero(self) -> dict[int, dict[Any, dict[str, Any]]] | None:
+        """Gather the state to data-parallel rank zero, in Megatron's form; None elsewhere.
+
+        A collective call. No rank needs more than a bucket beside what it has; rank zero gets the
+        whole state in host memory.
+        """
+        return gathered_param_state(self)
+
+    def shard_of(self, bucket: Bucket) -> BucketShard:
+        """Return this rank's state of one bucket of :attr:`buffers`."""
+        return self._by_bucket[id(bucket)]
+
+    def describe(self) -> ShardedLayout:
+        """Return the layout of the whole run: which element of which tensor is on which rank.
+
+        A collective call of all ranks; the value is the same on each.
+
+        Raises:
+            OptimizerError: tensor ranks don't have the same parameters, or a tied embedding isn't
+                marked on every stage that has it.
+        """
+        mine = describe_rank(self, busbw=self.config.pad_buckets_for_high_nccl_busbw)
+        found = exchange(mine, self.dp, self.tp, self.pp)
+        layout = join_ranks(
+            {(tp, pp): one for (tp, dp, pp), one in found.items() if dp == 0}, self.dp.size
+        )
+        check_live(self, layout)
+        return layout
+
+    def reload_model_params(self) -> None:
+        """Make the masters anew of the parameters, as after loading weights alone."""
+        for shard in self.shards:
+            shard.read_params()
+
+    # ---- building ------------------------------------------------------------------------
+
+    def _counts_in_norm(self, slot: GradSlot) -> bool:
+        """Say whether this rank's copy of a parameter is the one that a norm counts."""
+        sharding = slot.managed.sharding
+        return not sharding.tied_to and (sharding.split is not None or self.tp.rank == 0)
