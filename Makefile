@@ -1,6 +1,7 @@
 # make test   lint, types and tests in .venv
 # make peers  the tests that ask megatron-core, in .venv-peers
-# make demo   examples/demo.py with the runtime dependencies alone, in .venv-demo
+# make demo   examples/demo.py with the runtime dependencies alone, in .venv-demo, then
+#             examples/demo_training.py with torch, in .venv-demo-torch
 # make lint | docs | bench | clean
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
@@ -22,8 +23,9 @@ lint: .venv/.installed
 peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pytest -m peers tests/peers
 
-demo: .venv-demo/.installed
+demo: .venv-demo/.installed .venv-demo-torch/.installed
 	.venv-demo/bin/python examples/demo.py
+	.venv-demo-torch/bin/python examples/demo_training.py
 
 docs: .venv/.installed-docs
 	.venv/bin/mkdocs build --strict
@@ -32,7 +34,7 @@ bench: .venv/.installed
 	.venv/bin/python benchmarks/reshard.py --size 2GB
 
 clean:
-	rm -rf .venv .venv-peers .venv-demo build dist site *.egg-info
+	rm -rf .venv .venv-peers .venv-demo .venv-demo-torch build dist site *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # A stamp is younger than what it was installed from, so that a second run installs nothing.
@@ -59,4 +61,9 @@ clean:
 .venv-demo/.installed: $(INPUTS)
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/$(PIP_INSTALL) --editable .
+	touch $@
+
+.venv-demo-torch/.installed: $(INPUTS)
+	$(PYTHON) -m venv .venv-demo-torch
+	.venv-demo-torch/bin/$(PIP_INSTALL) --editable '.[torch]'
 	touch $@
