@@ -22,12 +22,13 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
 
 import ckpttools
-from ckpttools import testing
+from ckpttools import hooks, optimizer, testing
 from ckpttools.cli.main import COMMANDS, cli, main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -250,6 +251,12 @@ def test_every_format_has_a_page() -> None:
     }
     assert all(len(found) == 1 for found in named.values()), named
     assert {page for found in named.values() for page in found} == set(pages)
+
+
+@pytest.mark.parametrize("package", [optimizer, hooks], ids=lambda package: str(package.__name__))
+def test_every_public_name_of_the_training_side_stands_in_its_page(package: ModuleType) -> None:
+    listed = section((DOCS / "optimizer.md").read_text(), "Names")
+    assert [name for name in package.__all__ if f"`{name}`" not in listed] == []
 
 
 def test_the_changelog_and_the_package_have_the_version_of_the_project() -> None:
