@@ -89,7 +89,8 @@ class PointToPoint:
     """The collectives of one gloo group, made of messages between pairs of ranks.
 
     Calls must come from one thread at a time and in the same order on every rank. At most
-    ``max_in_flight`` operations are under way: one more first waits for the oldest.
+    ``max_in_flight`` reductions are under way, since each needs staging: one more first waits for
+    the oldest. Gathers need none, and as many are under way as are asked for.
     ``sent_bytes`` counts the payload that this rank has sent, ``staging_bytes`` the memory
     held for receiving: at most ``max_in_flight`` times 32 MiB, or 32 KiB per peer where that
     is more.
@@ -107,6 +108,7 @@ class PointToPoint:
         self._max_in_flight = max_in_flight
         self._peers = [peer for peer in range(self._size) if peer != self._rank]
         self._in_flight: deque[Exchange] = deque()
+        self._reducing: deque[Exchange] = deque()
         self._staging: list[Tensor] = []  # free areas, of bytes
         self._tags = _tags.setdefault(group, count())
         self.sent_bytes = 0
@@ -150,6 +152,8 @@ class PointToPoint:
     def _start_reduce_scatter(
         self, buffer: Tensor, own: Tensor, op: Literal["sum", "max"]
     ) -> Exchange:
+        while len(self._reducing) >= self._max_in_flight:
+            self._reducing.popleft().wait()
         tag = self._next_tag()
         piece = self._piece_numel(own)
         sends = [
@@ -169,7 +173,9 @@ class PointToPoint:
             incoming.reduce(op, receive)
             staging.append(area)
 
-        return self._submit("reduce_scatter", finish, sends)
+        exchange = self._submit("reduce_scatter", finish, sends)
+        self._reducing.append(exchange)
+        return exchange
 
     def all_gather(self, buffer: Tensor) -> Exchange | FinishedWork:
         """Start to spread the slices of ``buffer``; after ``wait()`` slice k is as rank k has it.
@@ -253,11 +259,10 @@ class PointToPoint:
             dist.barrier(group=self._group)
 
     def _next_tag(self) -> int:
-        """Count an operation, after room was made for it."""
-        while self._in_flight and self._in_flight[0].done:
-            self._in_flight.popleft()
-        while len(self._in_flight) >= self._max_in_flight:
-            self._in_flight.popleft().wait()
+        """Count an operation; forget those that are done."""
+        for queue in (self._in_flight, self._reducing):
+            while queue and queue[0].done:
+                queue.popleft()
         return _TAG_FIRST + next(self._tags) % _TAGS
 
     def _piece_numel(self, own: Tensor) -> int:

@@ -98,22 +98,22 @@ def _frozen(overlap: bool) -> None:
         trains = not 2 <= step < 4
         optimizer.zero_grad()
         for each in (model, alone):
-            each.get_parameter("1.weight").requires_grad = trains
+            each.get_parameter("3.weight").requires_grad = trains
         grads = exact_grads(model, step, dist.get_rank())
-        del grads["4.weight"]
+        del grads["1.weight"]
         model(grads).backward()
         optimizer.step()
         every = every_rank(alone, step)
         for one in every:
-            del one["0.weight"], one["4.weight"]
+            del one["0.weight"], one["1.weight"]
             if not trains:
-                del one["1.weight"]
+                del one["3.weight"]
         set_mean(alone, every)
         reference.step()
         assert_same_bits(f"step {step}", snapshot(model), snapshot(alone))
     assert torch.equal(model.get_parameter("0.weight"), initial["0.weight"])
-    assert torch.equal(model.get_parameter("4.weight"), initial["4.weight"])
-    assert optimizer.steps == {"1.weight": 4, "2.weight": 6, "3.weight": 6, "4.weight": 0}
+    assert torch.equal(model.get_parameter("1.weight"), initial["1.weight"])
+    assert optimizer.steps == {"1.weight": 0, "2.weight": 6, "3.weight": 4, "4.weight": 6}
 
 
 def test_unused_parameters_decay_where_that_is_asked_for_but_frozen_ones_do_not() -> None:
