@@ -54,6 +54,8 @@ class Training:
         self.model(torch.zeros((), dtype=self.compute)).backward()
         if self.optimizer is not None:
             self.optimizer.step()
+        if hasattr(self.optimizer, "finish_param_sync"):
+            self.optimizer.finish_param_sync()
 
 
 def stack(layers: int, width: int, dtype: torch.dtype, compute: torch.dtype) -> nn.Sequential:
@@ -111,9 +113,13 @@ def fsdp2(model: nn.Sequential, compute: torch.dtype) -> Training:
 
 
 def ours(
-    model: nn.Sequential, compute: torch.dtype, *, grad_reduce_in_fp32: bool = True
+    model: nn.Sequential,
+    compute: torch.dtype,
+    *,
+    grad_reduce_in_fp32: bool = True,
+    overlap: bool = False,
 ) -> Training:
-    """The sharded optimizer with every overlap off."""
+    """The sharded optimizer with every overlap off, or with all of them and buckets of 16M."""
     from ckpttools.optimizer import DistributedOptimizer, OptimizerConfig
 
     config = OptimizerConfig(
@@ -123,6 +129,10 @@ def ours(
         bf16=compute == torch.bfloat16,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         use_distributed_optimizer=True,
+        bucket_size=16 << 20 if overlap else None,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+        overlap_param_gather_with_optimizer_step=overlap,
     )
     return Training(model, DistributedOptimizer(model, config), compute)
 
@@ -132,16 +142,22 @@ def ours_16(model: nn.Sequential, compute: torch.dtype) -> Training:
     return ours(model, compute, grad_reduce_in_fp32=False)
 
 
+def ours_overlapped(model: nn.Sequential, compute: torch.dtype) -> Training:
+    """The same with all overlap on, as DDP and FSDP2 have it."""
+    return ours(model, compute, overlap=True)
+
+
 MAKERS: dict[str, Callable[[nn.Sequential, torch.dtype], Training]] = {
     "compute": no_optimizer,
     "DDP + AdamW": ddp,
     "DDP + ZeRO": ddp_zero,
     "FSDP2 + AdamW": fsdp2,
     "ours": ours,
+    "ours, overlapped": ours_overlapped,
     "ours, 16-bit grads": ours_16,
 }
 VARIANTS = {
-    "fp32": ("compute", "DDP + AdamW", "DDP + ZeRO", "FSDP2 + AdamW", "ours"),
+    "fp32": ("compute", "DDP + AdamW", "DDP + ZeRO", "FSDP2 + AdamW", "ours", "ours, overlapped"),
     "bf16": tuple(MAKERS),
 }
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ckpttools.errors import OptimizerError
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.optimizer.adam import AdamSettings, adam_step, check_kernel, grad_scale_tensor
+from ckpttools.optimizer.amp import found_by_amp, spread_non_finite
 from ckpttools.optimizer.buffers import Bucket, GradSlot
 from ckpttools.optimizer.building import (
     build_buffers,
@@ -38,12 +39,13 @@ from ckpttools.optimizer.forward import ForwardGathers
 from ckpttools.optimizer.gather import gathered_param_state
 from ckpttools.optimizer.grad_scaler import GradScaler, scaler_of
 from ckpttools.optimizer.groups import ParallelGroups
-from ckpttools.optimizer.norms import StepFacts, agree, clip_divisor, count_non_finite
+from ckpttools.optimizer.norms import StepFacts, agree, clip_divisor
 from ckpttools.optimizer.parameters import Params, Sharding, collect
 from ckpttools.optimizer.ranges import Range
 from ckpttools.optimizer.reduction import GradReduction
 from ckpttools.optimizer.shards import BucketShard, Piece
 from ckpttools.optimizer.state import load_rank_state, rank_state
+from ckpttools.optimizer.torch_form import gathered_torch_state, load_torch_state
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -189,11 +191,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Exchange norm, non-finite values and used parameters."""
         decays = self.config.unused_parameters == "decay"
         used = [slot.used or (decays and slot.param.requires_grad) for slot in self._slots]
+        amp = found_by_amp(self, ranks=self.dp.size)
         return agree(
             self.pieces,
             used,
             want_norm=self.config.clip_grad > 0.0,
-            want_finite=self.scaler is not None or self._amp_found_inf() is not None,
+            want_finite=self.scaler is not None or amp is not None,
+            amp_found=amp,
             dp=self.dp,
             redundant=self._redundant,
             model=self.model_groups,
@@ -202,12 +206,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _skips(self, facts: StepFacts) -> bool:
         """Say whether this step is skipped, and tell the loss scale."""
-        mine = self._amp_found_inf()
-        if mine is not None and bool(mine) != facts.non_finite:
+        if not facts.amp_agrees:
             raise OptimizerError(
-                f"torch.amp: every rank must see the same gradients, got found_inf "
-                f"{bool(mine)} here and {facts.non_finite} over all ranks",
-                hint="call finish_grad_sync() before the scaler's unscale_",
+                f"torch.amp: every rank must find what is so, non-finite gradients "
+                f"{facts.non_finite}, got ranks that differ",
             )
         if self.scaler is not None:
             self.scaler.update(facts.non_finite)
@@ -288,25 +290,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         each looks at its own gradients alone, and all must come to the same scale.
         """
         self.finish_grad_sync()
-        head = count_non_finite([p.grad for p in self.pieces], self._collected.device)
-        self.dp.all_reduce(head)
-        for group in self.model_groups:
-            group.all_reduce(head)
-        if bool(head):
-            for slot in self._slots:
-                if slot.used:
-                    slot.main_grad.fill_(float("inf"))
+        spread_non_finite(self.pieces, self._slots, (self.dp, *self.model_groups))
         return True
-
-    def _amp_found_inf(self) -> Tensor | None:
-        """Return what torch.amp found, while it drives the step."""
-        found = getattr(self, "found_inf", None)
-        if found is not None and not isinstance(found, Tensor):
-            raise OptimizerError(
-                "torch.amp: must find gradients in param.grad, got none",
-                hint="turn grad_reduce_in_fp32 off, or use loss_scale or fp16 in its place",
-            )
-        return found
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -364,6 +349,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         whole state in host memory.
         """
         return gathered_param_state(self)
+
+    def gather_torch_state_dict(self) -> dict[str, Any] | None:
+        """Gather the state to data-parallel rank zero in torch's own form; None elsewhere.
+
+        A collective call. What it returns loads into ``torch.optim.AdamW`` of the same groups.
+        """
+        return gathered_torch_state(self)
+
+    def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of a state in torch's own form, of which every rank has the whole.
+
+        Raises:
+            OptimizerError: it is another model's; nothing was changed.
+        """
+        load_torch_state(self, state_dict)
 
     def shard_of(self, bucket: Bucket) -> BucketShard:
         """Return this rank's state of one bucket of :attr:`buffers`."""

@@ -19,6 +19,9 @@ from torch import Tensor
 from ckpttools.optimizer.collectives import Collectives
 from ckpttools.optimizer.shards import Piece
 
+_HEAD = 3
+"""Entries before the flags."""
+
 CLIP_EPSILON = 1e-6
 """What Megatron-LM and torch add to the norm before they divide by it."""
 
@@ -29,10 +32,12 @@ class StepFacts:
 
     ``norm_squared`` is of the gradients as they lie in the buffers, before any division; None
     where no norm was asked for. ``used`` says for each parameter whether any rank had a gradient.
+    ``amp_agrees`` says that torch.amp, where it drives the step, found on every rank what is so.
     """
 
     norm_squared: float | None
     non_finite: bool
+    amp_agrees: bool
     used: tuple[bool, ...]
 
 
@@ -42,6 +47,7 @@ def agree(
     *,
     want_norm: bool,
     want_finite: bool,
+    amp_found: bool | None,
     dp: Collectives,
     redundant: Collectives,
     model: Sequence[Collectives],
@@ -49,28 +55,34 @@ def agree(
 ) -> StepFacts:
     """Exchange what a step depends on: one small all-reduce for each group of several ranks.
 
-    ``pieces`` are this rank's, ``used`` has an entry for each parameter of the rank's model part.
-    Every rank must call it.
+    ``pieces`` are this rank's, ``used`` has an entry for each parameter of the rank's model part,
+    ``amp_found`` is what torch.amp found here, if it drives the step. Every rank must call it.
     """
-    head = torch.zeros(2, dtype=torch.float64, device=device)
+    head = torch.zeros(_HEAD, dtype=torch.float64, device=device)
     if want_norm:
         head[0] = sum_of_squares([p.grad for p in pieces if p.exclusive], device)
     if want_finite:
         head[1] = count_non_finite([p.grad for p in pieces], device)
+    if amp_found:
+        head[2] = 1.0
     flags = torch.tensor(list(used), dtype=torch.float64, device=device)
     vector = torch.cat([head, flags])
     dp.all_reduce(vector)
-    redundant.all_reduce(vector[2:])
+    redundant.all_reduce(vector[_HEAD:])
+    ranks = dp.size
     if want_norm or want_finite:
-        head = vector[:2].clone()
+        head = vector[:_HEAD].clone()
         for group in model:
             group.all_reduce(head)
-        vector[:2] = head
+            ranks *= group.size
+        vector[:_HEAD] = head
     values = vector.tolist()
+    non_finite = want_finite and values[1] != 0.0
     return StepFacts(
         norm_squared=values[0] if want_norm else None,
-        non_finite=want_finite and values[1] != 0.0,
-        used=tuple(value > 0 for value in values[2:]),
+        non_finite=non_finite,
+        amp_agrees=amp_found is None or values[2] == (ranks if non_finite else 0),
+        used=tuple(value > 0 for value in values[_HEAD:]),
     )
 
 

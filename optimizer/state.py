@@ -17,6 +17,7 @@ from ckpttools.errors import OptimizerError
 from ckpttools.manifest import MASTER
 from ckpttools.optimizer.buffers import ParamAndGradBuffer
 from ckpttools.optimizer.collectives import Collectives
+from ckpttools.optimizer.config import OptimizerConfig
 from ckpttools.optimizer.grad_scaler import GradScaler
 from ckpttools.optimizer.parameters import ManagedParam
 from ckpttools.optimizer.shards import BucketShard, Piece
@@ -28,6 +29,7 @@ FORMAT_VERSION = 1
 class StateOwner(Protocol):
     """What the functions here and in ``gather`` need of an optimizer."""
 
+    config: OptimizerConfig
     dp: Collectives
     tp: Collectives
     pp: Collectives

@@ -1,4 +1,4 @@
-"""The optimizer's benchmark must measure what it says: costs, ratios and memory, of all variants."""
+"""The optimizer's benchmark must measure what it says: costs, ratios and memory of all variants."""
 
 from __future__ import annotations
 

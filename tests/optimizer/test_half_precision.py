@@ -173,14 +173,13 @@ def _everything(optimizer: DistributedOptimizer, model: Weights) -> dict[str, Te
     return {**snapshot(model), **state}
 
 
-@pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_grad_scaler_of_torch_drives_it(overlap: bool, unscaled: bool) -> None:
-    scales = run_ranks(_amp, 2, overlap, unscaled)
+def test_the_grad_scaler_of_torch_drives_it(overlap: bool) -> None:
+    scales = run_ranks(_amp, 2, overlap)
     assert scales == [[256.0, 512.0, 256.0, 256.0, 512.0]] * 2
 
 
-def _amp(overlap: bool, unscaled: bool) -> list[float]:
+def _amp(overlap: bool) -> list[float]:
     model, alone = weights(SHAPES), weights(SHAPES)
     optimizer = DistributedOptimizer(model, config(overlap_grad_reduce=overlap))
     reference = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1, fused=True)
@@ -193,9 +192,6 @@ def _amp(overlap: bool, unscaled: bool) -> list[float]:
             grads["0.weight"][3] = float("inf")
         before = snapshot(model)
         scaler.scale(model(grads)).backward()
-        if unscaled and step != 2:
-            optimizer.finish_grad_sync()
-            scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         if step == 2:
@@ -206,6 +202,28 @@ def _amp(overlap: bool, unscaled: bool) -> list[float]:
             assert_same_bits(f"step {step}", snapshot(model), snapshot(alone))
         scales.append(scaler.get_scale())
     return scales
+
+
+def _unscale() -> tuple[str, float]:
+    model = weights(SHAPES)
+    optimizer = DistributedOptimizer(model, config())
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale(model(exact_grads(model, 0, dist.get_rank()))).backward()
+    scaler.unscale_(optimizer)
+    before = snapshot(model)
+    message = ""
+    try:
+        scaler.step(optimizer)
+    except OptimizerError as error:
+        message = str(error)
+    assert_same_bits("refused", snapshot(model), before)
+    return message, float(sum(optimizer.steps.values()))
+
+
+def test_a_scaler_that_unscaled_a_part_of_the_gradients_is_refused_on_every_rank() -> None:
+    for message, steps in run_ranks(_unscale, 2):
+        assert "must be unscaled by step, since a rank of 2 has only its own part" in message
+        assert steps == 0
 
 
 def test_the_grad_scaler_of_torch_is_refused_where_it_sees_no_gradients() -> None:
