@@ -58,6 +58,7 @@ def main() -> None:
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
+        "skipped": skipped(options.variants),
         "precisions": {precision: measure(precision, options) for precision in precisions},
     }
     print(json.dumps(result, indent=2) if options.json else table(result))
@@ -96,14 +97,25 @@ def measure(precision: str, options: argparse.Namespace) -> Answer:
 
 def chosen(precision: str, names: str | None) -> tuple[str, ...]:
     """Return the variants to run; compute, which is taken off, is always among them."""
-    known = optimizer_variants.VARIANTS[precision]
+    absent = optimizer_variants.absent()
+    known = tuple(name for name in optimizer_variants.VARIANTS[precision] if name not in absent)
     if names is None:
         return known
-    wanted = [name.strip() for name in names.split(";")]
+    wanted = split(names)
     unknown = set(wanted) - {name for all_ in optimizer_variants.VARIANTS.values() for name in all_}
     if unknown:
         sys.exit(f"--variants: must be of {'; '.join(known)}, got {min(unknown)}")
     return tuple(name for name in known if name in {"compute", *wanted})
+
+
+def skipped(names: str | None) -> list[str]:
+    """Return the variants that were wanted, and can't run for what isn't installed."""
+    absent = optimizer_variants.absent()
+    return sorted(absent if names is None else absent & set(split(names)))
+
+
+def split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(";")]
 
 
 def one_round(answers: list[Answer]) -> Answer:
@@ -160,6 +172,7 @@ def train(
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.AdamW([weight], fused=True).step()  # torch imports 90 MB of itself in the first
+    optimizer_variants.prepare(variant)
     before = resident("VmRSS")
     training = optimizer_variants.make(variant, precision, layers, width)
 
@@ -202,6 +215,8 @@ def table(result: Answer) -> str:
         f"{result['cpus']} CPUs, load {result['load']:.1f} at the start, torch {result['torch']}",
         f"{result['rounds']} rounds; in each, the median of {result['iterations']} iterations",
     ]
+    if result["skipped"]:
+        lines.append(f"skipped, not installed: {'; '.join(result['skipped'])} (see `make peers`)")
     head = f"{'ms':>21}{'whole':>18}{'cost':>18}{'ours/this':>19}{'CPU':>7}"
     head += f"{'state':>9}{'/formula':>9}{'live':>8}{'RSS':>8}{'peak':>8}"
     for precision, rows in result["precisions"].items():

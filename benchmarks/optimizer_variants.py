@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import megatron_variant
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 LR = 1e-4
+WEIGHT_DECAY = 0.01  # AdamW's default
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -42,7 +44,7 @@ class Training:
     """A model and what it takes to train it one step further."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | megatron_variant.Megatron | None
     compute: torch.dtype
 
     def iterate(self) -> None:
@@ -63,10 +65,17 @@ def stack(layers: int, width: int, dtype: torch.dtype, compute: torch.dtype) -> 
     return nn.Sequential(*(Layer(width, dtype, compute) for _ in range(layers)))
 
 
+def prepare(variant: str) -> None:
+    """Import what a variant alone needs and is large; its memory isn't the training's."""
+    if variant == megatron_variant.NAME:
+        megatron_variant.prepare()
+
+
 def make(variant: str, precision: str, layers: int, width: int) -> Training:
     """Return the training of a variant, on the group of all ranks."""
     compute = DTYPES[precision]
-    keeps_masters = variant.startswith(("ours", "compute"))  # so its parameters may be 16-bit
+    # Where the optimizer keeps masters, parameters may be 16-bit.
+    keeps_masters = variant.startswith(("ours", "compute", megatron_variant.NAME))
     model = stack(layers, width, compute if keeps_masters else torch.float32, compute)
     return MAKERS[variant](model, compute)
 
@@ -112,6 +121,12 @@ def fsdp2(model: nn.Sequential, compute: torch.dtype) -> Training:
     return Training(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), compute)
 
 
+def megatron_core(model: nn.Sequential, compute: torch.dtype) -> Training:
+    """megatron-core's sharded optimizer, overlap off, around torch's AdamW as it makes it."""
+    training = megatron_variant.Megatron(model, compute, LR, WEIGHT_DECAY)
+    return Training(training.replica, training, compute)
+
+
 def ours(
     model: nn.Sequential,
     compute: torch.dtype,
@@ -124,7 +139,7 @@ def ours(
 
     config = OptimizerConfig(
         lr=LR,
-        weight_decay=0.01,
+        weight_decay=WEIGHT_DECAY,
         clip_grad=0.0,  # torch's peers don't clip either
         bf16=compute == torch.bfloat16,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
@@ -152,20 +167,26 @@ MAKERS: dict[str, Callable[[nn.Sequential, torch.dtype], Training]] = {
     "DDP + AdamW": ddp,
     "DDP + ZeRO": ddp_zero,
     "FSDP2 + AdamW": fsdp2,
+    megatron_variant.NAME: megatron_core,
     "ours": ours,
     "ours, overlapped": ours_overlapped,
     "ours, 16-bit grads": ours_16,
 }
 VARIANTS = {
-    "fp32": ("compute", "DDP + AdamW", "DDP + ZeRO", "FSDP2 + AdamW", "ours", "ours, overlapped"),
+    "fp32": tuple(name for name in MAKERS if name != "ours, 16-bit grads"),
     "bf16": tuple(MAKERS),
 }
+
+
+def absent() -> set[str]:
+    """Return the variants that can't run here."""
+    return set() if megatron_variant.importable() else {megatron_variant.NAME}
 
 
 # --- memory -----------------------------------------------------------------------------
 
 
-def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer | megatron_variant.Megatron | None) -> int:
     """Return the bytes of masters and moments that this rank holds beside the parameters."""
     if optimizer is None:
         return 0
