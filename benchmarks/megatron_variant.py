@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,11 @@ def importable() -> bool:
 
 def prepare() -> None:
     """Import megatron-core, with CPU stand-ins for CUDA and gloo's own collectives."""
-    reduce_scatter, all_gather = dist.reduce_scatter_tensor, dist.all_gather_into_tensor
+    # Newer torch has these names and warns of the others, which Megatron calls.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     logging.disable(logging.WARNING)  # that Transformer Engine and Apex are absent
+    warnings.filterwarnings("ignore", module="megatron")
     sys.path.insert(0, str(STAND_INS))
     import megatron_on_cpu
 

@@ -49,21 +49,21 @@ def train(ranks: int, *options: str) -> list[float]:
     return found
 
 
-def demonstrate(work: Path, first: int, last: int) -> None:
-    """Run both halves and hold them against one process.
+def demonstrate(work: Path, before: int, after: int, first: int, last: int) -> None:
+    """Run both halves, on ``before`` and ``after`` ranks, and hold them against one process.
 
     Raises:
         DemoError: something is not as it must be.
     """
-    saved, resharded = work / "run-4", work / "run-3"
-    head = train(4, "--steps", str(first), "--overlap", "--save", str(saved))
-    print(f"$ ckpttools reshard {saved.name} {resharded.name} --dp 3", flush=True)
-    report = api.reshard(saved, resharded, target=api.Target(dp=3))
+    saved, resharded = work / f"run-{before}", work / f"run-{after}"
+    head = train(before, "--steps", str(first), "--overlap", "--save", str(saved))
+    print(f"$ ckpttools reshard {saved.name} {resharded.name} --dp {after}", flush=True)
+    report = api.reshard(saved, resharded, target=api.Target(dp=after))
     print("".join(f"  {line}\n" for line in report.proof), flush=True)
     comparison = api.diff(saved, resharded)
     if not comparison.equal or not comparison.compared:
-        raise DemoError("what 3 ranks load must be what 4 ranks saved, got a difference")
-    tail = train(3, "--steps", str(last), "--load", str(resharded))
+        raise DemoError("what is loaded must be what was saved, got a difference")
+    tail = train(after, "--steps", str(last), "--load", str(resharded))
     whole = train(0, "--steps", str(last), "--reference")
     ours = [*head, *tail]
     if len(ours) != len(whole):
@@ -80,14 +80,16 @@ def demonstrate(work: Path, first: int, last: int) -> None:
 def main() -> int:
     """Run the demonstration; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--first", type=int, default=20, help="steps on 4 ranks (20)")
-    parser.add_argument("--last", type=int, default=40, help="last step, on 3 ranks (40)")
+    parser.add_argument("--before", type=int, default=4, help="ranks that save (4)")
+    parser.add_argument("--after", type=int, default=3, help="ranks that go on (3)")
+    parser.add_argument("--first", type=int, default=20, help="steps before the save (20)")
+    parser.add_argument("--last", type=int, default=40, help="last step behind it (40)")
     options = parser.parse_args()
     started = time.perf_counter()
-    print("\n== Train on 4 ranks, reshard to 3, go on ==\n")
+    print(f"\n== Train on {options.before} ranks, reshard to {options.after}, go on ==\n")
     with tempfile.TemporaryDirectory(prefix="ckpttools-demo-") as work:
         try:
-            demonstrate(Path(work), options.first, options.last)
+            demonstrate(Path(work), options.before, options.after, options.first, options.last)
         except DemoError as error:
             print(f"\nNOT as it must be: {error}", file=sys.stderr)
             return 1

@@ -26,11 +26,11 @@ def demo() -> ModuleType:
     return module
 
 
-def test_four_ranks_save_three_go_on_and_the_losses_are_those_of_one_process(
+def test_two_ranks_save_one_goes_on_and_the_losses_are_those_of_one_process(
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(
-        (sys.executable, str(DEMO), "--first", "2", "--last", "4"),
+        (sys.executable, str(DEMO), "--before", "2", "--after", "1", "--first", "1", "--last", "2"),
         env={**os.environ, "TMPDIR": str(tmp_path)},
         check=False,
         capture_output=True,
