@@ -3,20 +3,77 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ckpttools.errors import ConfigError
+from ckpttools.errors import ConfigError, OptimizerError
 from ckpttools.layout.megatron import Cuts
-from ckpttools.optimizer.agreement import check_same
+from ckpttools.optimizer.agreement import check_same, raise_together
 from ckpttools.optimizer.buffers import GradSlot, ParamAndGradBuffer
 from ckpttools.optimizer.collectives import Collectives
 from ckpttools.optimizer.config import SETTING_NAMES, OptimizerConfig
-from ckpttools.optimizer.parameters import Collected, ManagedParam
+from ckpttools.optimizer.groups import ParallelGroups
+from ckpttools.optimizer.parameters import (
+    Collected,
+    ManagedParam,
+    Params,
+    Rename,
+    Sharding,
+    collect,
+)
 from ckpttools.optimizer.shards import BucketShard
+
+
+def collect_together(
+    params: Params,
+    shardings: Mapping[str, Sharding],
+    rename: Rename | None,
+    modules: Sequence[nn.Module],
+    parallel: ParallelGroups,
+    collectives: Collectives | None,
+) -> tuple[Collected, Collectives]:
+    """Collect the parameters, and make the data-parallel communication; a collective call.
+
+    Raises:
+        OptimizerError: what is wrong on any rank; raised on every rank.
+    """
+    given: Any = params if isinstance(params, nn.Module) else list(params)
+    found = collected_or_error(given, shardings, rename, modules)
+    device = found.device if isinstance(found, Collected) else _any_device([given])
+    dp = collectives or parallel.collectives("dp", device)
+    raise_together(dp, None if isinstance(found, Collected) else found)
+    if not isinstance(found, Collected):  # raised above
+        raise found
+    return found, dp
+
+
+def _any_device(things: Iterable[object]) -> torch.device:
+    """Return the device of the first tensor in what may be no parameters at all."""
+    for thing in things:
+        if isinstance(thing, Tensor):
+            return thing.device
+        if isinstance(thing, nn.Module):
+            return _any_device(thing.parameters())
+        if isinstance(thing, (list, tuple, dict)) and thing:
+            return _any_device(thing.values() if isinstance(thing, dict) else thing)
+    return torch.device("cpu")
+
+
+def collected_or_error(
+    params: Params,
+    shardings: Mapping[str, Sharding],
+    rename: Rename | None,
+    modules: Sequence[nn.Module],
+) -> Collected | OptimizerError:
+    """Return the parameters, or what is wrong with them."""
+    try:
+        return collect(params, shardings, rename, modules)
+    except OptimizerError as error:
+        return error
+
 
 SCRATCH_NUMEL = 1 << 21
 """Elements of 16-bit gradients that are widened at once: 8 MiB of fp32, whatever the model."""

@@ -29,6 +29,7 @@ from ckpttools.optimizer.building import (
     build_buffers,
     build_shards,
     check_ranks_agree,
+    collect_together,
     torch_defaults,
     torch_groups,
 )
@@ -40,7 +41,7 @@ from ckpttools.optimizer.gather import gathered_param_state
 from ckpttools.optimizer.grad_scaler import GradScaler, scaler_of
 from ckpttools.optimizer.groups import ParallelGroups
 from ckpttools.optimizer.norms import StepFacts, agree, clip_divisor
-from ckpttools.optimizer.parameters import Params, Sharding, collect
+from ckpttools.optimizer.parameters import Params, Rename, Sharding
 from ckpttools.optimizer.ranges import Range
 from ckpttools.optimizer.reduction import GradReduction
 from ckpttools.optimizer.shards import BucketShard, Piece
@@ -59,8 +60,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``params`` is a module, a list of modules (model chunks), named parameters, or groups of them;
     with the latter two ``modules`` are the model chunks that they belong to.
     ``shardings`` says how tensor or pipeline parallelism cut parameters, by name. ``rename`` maps
-    a module's names to canonical ones. ``collectives`` replaces the data-parallel communication
-    (to record it).
+    a module's name and the number of its model chunk to a canonical one. ``collectives`` replaces
+    the data-parallel communication (to record it).
 
     Raises:
         OptimizerError: parameters are given twice, have no name, are of an unsupported kind, or
@@ -76,16 +77,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         modules: Sequence[nn.Module] = (),
         groups: ParallelGroups | None = None,
         shardings: Mapping[str, Sharding] | None = None,
-        rename: Callable[[str], str] | None = None,
+        rename: Rename | None = None,
         collectives: Collectives | None = None,
         check_values: bool = True,
     ) -> None:
         self.config = config or OptimizerConfig()
         self.parallel = groups or ParallelGroups()
-        self._collected = collect(params, shardings or {}, rename, modules)
+        self._collected, self.dp = collect_together(
+            params, shardings or {}, rename, modules, self.parallel, collectives
+        )
         device = self._collected.device
         check_kernel(self.config.kernel, device)
-        self.dp = collectives or self.parallel.collectives("dp", device)
         self.tp = self.parallel.collectives("tp", device)
         self.pp = self.parallel.collectives("pp", device)
         self.model_groups = tuple(g for g in (self.tp, self.pp) if g.size > 1)

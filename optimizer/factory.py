@@ -12,7 +12,7 @@ from ckpttools.errors import ConfigError
 from ckpttools.optimizer.config import OptimizerConfig
 from ckpttools.optimizer.distributed_optimizer import DistributedOptimizer
 from ckpttools.optimizer.groups import ParallelGroups
-from ckpttools.optimizer.parameters import Sharding
+from ckpttools.optimizer.parameters import Rename, Sharding
 
 Condition = Callable[[str, nn.Parameter], bool]
 """Says of a parameter, by name, whether something holds for it."""
@@ -27,7 +27,7 @@ def get_megatron_optimizer(
     *,
     groups: ParallelGroups | None = None,
     shardings: Mapping[str, Sharding] | None = None,
-    rename: Callable[[str], str] | None = None,
+    rename: Rename | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that a configuration asks for.
 

@@ -28,6 +28,12 @@ Params = (
 )
 """What an optimizer may be built from."""
 
+Rename = Callable[[str, int], str]
+"""Maps a module's own name of a parameter, and the number of its model chunk, to a canonical name.
+
+Model chunks number their layers from zero each; in a checkpoint every layer has one number.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -97,7 +103,7 @@ def canonical_name(name: str) -> str:
 def collect(
     params: Params,
     shardings: Mapping[str, Sharding],
-    rename: Callable[[str], str] | None = None,
+    rename: Rename | None = None,
     modules: Sequence[nn.Module] = (),
 ) -> Collected:
     """Collect parameters from a module, model chunks, named parameters or groups of them.
@@ -120,9 +126,10 @@ def collect(
     managed: list[ManagedParam] = []
     for index, (members, _) in enumerate(groups):
         for given, param in members:
+            chunk = chunk_of.get(id(param), 0)
             name = canonical_name(given)
             if rename is not None:
-                name = rename(name)
+                name = rename(name, chunk)
             _check(name, param)
             if id(param) in owners:
                 raise OptimizerError(
@@ -133,7 +140,6 @@ def collect(
             owners[id(param)], seen[name] = name, index
             sharding = shardings.get(name, Sharding())
             order = place.get(id(param), len(managed))
-            chunk = chunk_of.get(id(param), 0)
             managed.append(ManagedParam(name, param, index, chunk, order, sharding))
     if unknown := sorted(set(shardings) - set(seen)):
         raise OptimizerError(f"{unknown[0]}: a sharding must be of a parameter, got no such name")
@@ -154,7 +160,7 @@ def _frozen_outside(
     modules: Sequence[nn.Module],
     owners: Mapping[int, str],
     seen: Mapping[str, int],
-    rename: Callable[[str], str] | None,
+    rename: Rename | None,
 ) -> list[ManagedParam]:
     """Return the frozen parameters of the modules that no group names: they are kept as weights.
 
@@ -170,7 +176,9 @@ def _frozen_outside(
             if id(param) in known:
                 continue
             known.add(id(param))
-            name = canonical_name(given) if rename is None else rename(canonical_name(given))
+            name = canonical_name(given)
+            if rename is not None:
+                name = rename(name, chunk)
             if param.requires_grad or name in seen:
                 raise OptimizerError(
                     f"{name}: a parameter that is trained must be in a group, got it in none"

@@ -209,3 +209,35 @@ def _left_out() -> str:
     except CkptError as error:
         return str(error)
     return ""
+
+
+def _one_rank_is_wrong() -> str:
+    dtype = torch.float64 if dist.get_rank() == 1 else torch.float32
+    named = [
+        ("a", torch.nn.Parameter(torch.zeros(3))),
+        ("b", torch.nn.Parameter(torch.zeros(2, dtype=dtype))),
+    ]
+    try:
+        DistributedOptimizer(named, OptimizerConfig(lr=0.1))
+    except OptimizerError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_parameter_that_one_rank_cannot_hold_is_named_on_every_rank() -> None:
+    for message in run_ranks(_one_rank_is_wrong, 3):
+        assert "b: dtype must be one of" in message
+
+
+def test_model_chunks_with_the_same_names_need_names_of_their_own() -> None:
+    chunks = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    config = OptimizerConfig(lr=0.1)
+    with pytest.raises(OptimizerError, match="weight: a name must be given once"):
+        DistributedOptimizer(chunks, config)
+    optimizer = DistributedOptimizer(
+        chunks, config, rename=lambda name, chunk: f"layers.{chunk}.{name}"
+    )
+    assert sorted(optimizer.steps) == [
+        f"layers.{c}.{n}" for c in (0, 1) for n in ("bias", "weight")
+    ]
+    assert [buffer.chunk for buffer in optimizer.buffers] == [0, 1]
