@@ -136,11 +136,22 @@ def slots_of(params: Sequence[ShardedParam]) -> dict[str, dict[str, str]]:
 
 
 def check_live(optimizer: StateOwner, layout: ShardedLayout) -> None:
-    """Check that the live buffers are those that the layout's formula gives.
+    """Check that the live buffers are those that the layout's formula gives; a collective call.
 
     Raises:
-        OptimizerError: they are not: a tied embedding is marked on one stage only.
+        OptimizerError: on any rank they are not; raised on every rank.
     """
+    mine = unlike_layout(optimizer, layout)
+    for place, problem in exchange(mine, optimizer.dp, optimizer.tp, optimizer.pp).items():
+        if problem:
+            raise OptimizerError(
+                f"rank (tp, dp, pp) {place}: {problem}",
+                hint="set shared_embedding on the parameter of every stage that has a tied one",
+            )
+
+
+def unlike_layout(optimizer: StateOwner, layout: ShardedLayout) -> str:
+    """Return how this rank's live buffers differ from the layout's formula; empty if they don't."""
     live = {(b.chunk, dtype_name(b.param_dtype)): b.layout for b in optimizer.buffers}
     for v in range(layout.topology.vpp):
         for kind, buffer in layout.buffers(optimizer.tp.rank, optimizer.pp.rank, v).items():
@@ -149,11 +160,11 @@ def check_live(optimizer: StateOwner, layout: ShardedLayout) -> None:
                 buffer.starts,
                 buffer.bucket_stops,
             ):
-                raise OptimizerError(
+                return (
                     f"buffer of {kind} in model chunk {v}: must lie as the layout's formula says, "
-                    f"got another order of buckets",
-                    hint="set shared_embedding on the parameter of every stage that has a tied one",
+                    f"got other places or buckets"
                 )
+    return ""
 
 
 T = TypeVar("T")

@@ -97,9 +97,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(torch_groups(self._collected, self.config), torch_defaults(self.config))
         self._building = False
         self._redundant = self.parallel.collectives("redundant", device)
-        check_ranks_agree(
-            self._collected, self.config, (self.dp, self._redundant), values=check_values
-        )
+        replicas = self.dp, self._redundant
+        check_ranks_agree(self._collected, self.config, replicas, values=check_values)
         self.buffers = tuple(build_buffers(self._collected.trained, self.config, self.dp))
         self._reduction = GradReduction(
             self.buffers, self._redundant, overlap=self.config.overlap_grad_reduce
