@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -80,23 +80,26 @@ def load_sharded(
     loaders: list[_Loader] = []
     first = optimizer.dp.rank == 0
 
-    def open_first() -> str:
+    def open_first() -> tuple[str, list[str]]:
         if first:
             opened.append(
                 api.open_checkpoint(path, format=format, options=options, cross_check=cross_check)
             )
-        return opened[0].layouts[0] if opened else ""
+        names = [one.sharding.tied_to or one.name for one in optimizer.managed]
+        return opened[0].layouts[0] if opened else "", names
 
-    layouts = together(optimizer, open_first)
+    told = together(optimizer, open_first).values()
+    everywhere = frozenset(name for _, names in told for name in names)
 
     def prepare() -> bool:
         if not first:  # the layout that the evidence allows was found by the first rank
-            known = replace(options or ReadOptions(), layout=_variant(layouts))
+            variant = _variant(layout for layout, _ in told)
+            known = replace(options or ReadOptions(), layout=variant)
             opened.append(
                 api.open_checkpoint(path, format=format, options=known, cross_check=False)
             )
         loader = _Loader(opened[0].manifest, optimizer, weights_only=weights_only)
-        loader.check(strict=strict and optimizer.pp.size == 1)
+        loader.check(everywhere if strict else None)
         loader.read()
         loaders.append(loader)
         return True
@@ -114,7 +117,7 @@ def load_sharded(
         tensors=len(loader.wanted),
         read_bytes=loader.read_bytes,
         unused=loader.unused(),
-        notes=opened[0].notes,
+        notes=(*opened[0].notes, *loader.notes()),
         objects=opened[0].manifest.objects,
     )
 
@@ -148,16 +151,19 @@ class _Loader:
         }
         self.wanted = list(self._wants())
 
-    def check(self, *, strict: bool) -> None:
-        """Check that everything is there as this run needs it, and groups and steps fit."""
+    def check(self, known: Collection[str] | None) -> None:
+        """Check that everything is there as this run needs it, and groups and steps fit.
+
+        ``known`` are the parameters of all stages, beside which there must be none; None: there
+        may be others.
+        """
         for param in self._params.values():
             self._check(param, WEIGHT, param.dtype)
             if param.trainable and not self.weights_only:
                 for slot in (*((MASTER,) if param.dtype != "float32" else ()), *MOMENTS):
                     self._check(param, slot, "float32")
-        known = {param.canonical for param in self._params.values()}
         names = dict.fromkeys(spec.name for spec in self.manifest.tensors)
-        if strict and (extra := [name for name in names if name not in known]):
+        if known is not None and (extra := [name for name in names if name not in known]):
             raise MismatchError(
                 f"{self.manifest.root}: {extra[0]}: must be a parameter of this run, got none "
                 f"({len(extra)} such tensors)",
@@ -212,6 +218,12 @@ class _Loader:
             for spec in self.manifest.tensors
             if spec.key not in taken and spec.name in names
         )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return remarks on what the checkpoint doesn't tell."""
+        if self.weights_only or self._groups():
+            return ()
+        return ("parameter groups: the checkpoint names no members, so this run's settings stay",)
 
     def _wants(self) -> Iterator[_Want]:
         """List the weights and state that this rank is to hold."""
@@ -324,10 +336,9 @@ class _Loader:
         return self._params[name].canonical
 
 
-def _variant(layouts: Mapping[int, str]) -> str | None:
+def _variant(layouts: Iterable[str]) -> str | None:
     """Return the layout variant that was found; other formats have none to choose."""
-    found = [name for name in layouts.values() if name in VARIANTS]
-    return found[0] if found else None
+    return next((name for name in layouts if name in VARIANTS), None)
 
 
 def _weight(piece: Piece) -> Tensor:

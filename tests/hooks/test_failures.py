@@ -14,7 +14,12 @@ from gloo_ranks import run_ranks
 from ckpttools import api
 from ckpttools.errors import CkptError, MismatchError, StorageError, UsageError
 from ckpttools.hooks import load_sharded, save_gathered, save_sharded, sharded
-from ckpttools.optimizer import DistributedOptimizer, OptimizerConfig, RemoteError
+from ckpttools.optimizer import (
+    DistributedOptimizer,
+    OptimizerConfig,
+    ParallelGroups,
+    RemoteError,
+)
 
 SOON_S = 10
 
@@ -151,3 +156,32 @@ def test_weights_alone_make_the_masters_anew_and_leave_the_moments(tmp_path: Pat
         assert torch.equal(piece.master.bfloat16(), piece.slot.param.reshape(-1))
         assert not piece.exp_avg.any()
     assert set(fresh.steps.values()) == {0}
+
+
+def load_two_stages(folder: str) -> list[str]:
+    """Load on two stages with a parameter each: a checkpoint of both, and one of a third too."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    groups = ParallelGroups(dp=alone, pp=dist.new_group([0, 1]))
+    name = "ab"[rank]
+    named = [(name, torch.nn.Parameter(torch.zeros(3)))]
+    optimizer = DistributedOptimizer(named, OptimizerConfig(lr=0.1), groups=groups)
+    said = []
+    for names in ("ab", "abc"):
+        try:
+            load_sharded(Path(folder) / names, optimizer)
+        except MismatchError as error:
+            said.append(str(error))
+        else:
+            said.append(f"loaded {int(optimizer.managed[0].param.detach().sum())}")
+    return said
+
+
+def test_what_another_stage_has_is_no_stranger_and_what_none_has_is_refused(tmp_path: Path) -> None:
+    for names in ("ab", "abc"):
+        named = [(n, torch.nn.Parameter(torch.full((3,), float(ord(n))))) for n in names]
+        save_sharded(tmp_path / names, DistributedOptimizer(named, OptimizerConfig(lr=0.1)))
+    found = run_ranks(load_two_stages, 2, str(tmp_path))
+    for rank, (both, third) in enumerate(found):
+        assert both == f"loaded {3 * ord('ab'[rank])}"
+        assert "c: must be a parameter of this run, got none" in third
