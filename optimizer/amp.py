@@ -15,6 +15,7 @@ from torch import Tensor
 from ckpttools.errors import OptimizerError
 from ckpttools.optimizer.buffers import GradSlot
 from ckpttools.optimizer.collectives import Collectives
+from ckpttools.optimizer.grad_scaler import GradScaler
 from ckpttools.optimizer.norms import count_non_finite
 from ckpttools.optimizer.shards import Piece
 
@@ -56,3 +57,11 @@ def found_by_amp(optimizer: torch.optim.Optimizer, *, ranks: int) -> bool | None
             hint="leave unscale_ out, and set clip_grad in place of clip_grad_norm_",
         )
     return bool(found)
+
+
+def loss_scale(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> float:
+    """Return what the loss was multiplied by: the scale of torch.amp, the optimizer's own, or 1."""
+    amp = getattr(optimizer, "grad_scale", None)
+    if amp is not None:
+        return float(amp)
+    return 1.0 if scaler is None else float(scaler.scale)

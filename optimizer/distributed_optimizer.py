@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ckpttools.errors import OptimizerError
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.optimizer.adam import AdamSettings, adam_step, check_kernel, grad_scale_tensor
-from ckpttools.optimizer.amp import found_by_amp, spread_non_finite
+from ckpttools.optimizer.amp import found_by_amp, loss_scale, spread_non_finite
 from ckpttools.optimizer.buffers import Bucket, GradSlot
 from ckpttools.optimizer.building import (
     build_buffers,
@@ -112,6 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.steps: dict[str, int] = {slot.name: 0 for slot in self._slots}
         self.scaler: GradScaler | None = scaler_of(self.config, device=device)
         self.grad_norm: float | None = None
+        self.num_zeros_in_grad: int | None = None
         self._forward = ForwardGathers(
             self._collected.modules, self.buffers, wait=self.config.overlap_param_gather
         )
@@ -198,6 +199,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             used,
             want_norm=self.config.clip_grad > 0.0,
             want_finite=self.scaler is not None or amp is not None,
+            want_zeros=self.config.log_num_zeros_in_grad,
             amp_found=amp,
             dp=self.dp,
             redundant=self._redundant,
@@ -218,6 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _update(self, facts: StepFacts) -> None:
         """Update every bucket in forward order; gather each at once, or all behind."""
+        self.num_zeros_in_grad = facts.zeros
         scale = grad_scale_tensor(self._divisor(facts), self._collected.device)
         decoupled, correct = self.config.decoupled_weight_decay, self.config.bias_correction
         settings = [
@@ -258,20 +261,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return what the summed gradients are divided by: mean, loss scale and clip in one."""
         divisor = 1.0
         if not self._reduction.divided:
-            divisor = self._loss_scale() * self.dp.size * self._redundant.size
+            divisor = loss_scale(self, self.scaler) * self.dp.size * self._redundant.size
         if facts.norm_squared is not None:
             self.grad_norm = facts.norm_squared**0.5 / divisor
             if not math.isfinite(self.grad_norm):
                 raise OptimizerError(f"clip_grad: the norm must be finite, got {self.grad_norm}")
             divisor *= clip_divisor(self.grad_norm, self.config.clip_grad)
         return divisor
-
-    def _loss_scale(self) -> float:
-        """Return the scale that the loss was multiplied by, ours or that of torch.amp."""
-        amp = getattr(self, "grad_scale", None)
-        if amp is not None:
-            return float(amp)
-        return 1.0 if self.scaler is None else float(self.scaler.scale)
 
     def _check_fresh(self) -> None:
         """Refuse a second step on gradients that lie in the buffer undivided."""

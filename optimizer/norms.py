@@ -19,7 +19,7 @@ from torch import Tensor
 from ckpttools.optimizer.collectives import Collectives
 from ckpttools.optimizer.shards import Piece
 
-_HEAD = 3
+_HEAD = 4
 """Entries before the flags."""
 
 CLIP_EPSILON = 1e-6
@@ -33,11 +33,13 @@ class StepFacts:
     ``norm_squared`` is of the gradients as they lie in the buffers, before any division; None
     where no norm was asked for. ``used`` says for each parameter whether any rank had a gradient.
     ``amp_agrees`` says that torch.amp, where it drives the step, found on every rank what is so.
+    ``zeros`` is the number of zeros among the gradients; None where it was not asked for.
     """
 
     norm_squared: float | None
     non_finite: bool
     amp_agrees: bool
+    zeros: int | None
     used: tuple[bool, ...]
 
 
@@ -47,6 +49,7 @@ def agree(
     *,
     want_norm: bool,
     want_finite: bool,
+    want_zeros: bool,
     amp_found: bool | None,
     dp: Collectives,
     redundant: Collectives,
@@ -65,12 +68,14 @@ def agree(
         head[1] = count_non_finite([p.grad for p in pieces], device)
     if amp_found:
         head[2] = 1.0
+    if want_zeros:
+        head[3] = sum(int((p.grad == 0).sum()) for p in pieces if p.exclusive)
     flags = torch.tensor(list(used), dtype=torch.float64, device=device)
     vector = torch.cat([head, flags])
     dp.all_reduce(vector)
     redundant.all_reduce(vector[_HEAD:])
     ranks = dp.size
-    if want_norm or want_finite:
+    if want_norm or want_finite or want_zeros:
         head = vector[:_HEAD].clone()
         for group in model:
             group.all_reduce(head)
@@ -81,6 +86,7 @@ def agree(
     return StepFacts(
         norm_squared=values[0] if want_norm else None,
         non_finite=non_finite,
+        zeros=int(values[3]) if want_zeros else None,
         amp_agrees=amp_found is None or values[2] == (ranks if non_finite else 0),
         used=tuple(value > 0 for value in values[_HEAD:]),
     )

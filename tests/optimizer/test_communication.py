@@ -64,7 +64,7 @@ def test_a_step_makes_one_reduce_scatter_and_one_all_gather_a_bucket(
             kinds = Counter(event.op for event in events)
             assert set(kinds) <= {"reduce_scatter", "all_gather", "all_reduce", "wait"}
             # Norm, non-finite count and a flag for each parameter, in fp64.
-            assert started(events, "all_reduce") == [8 * (3 + len(SHAPES))]
+            assert started(events, "all_reduce") == [8 * (4 + len(SHAPES))]
     order = [[(e.op, e.nbytes) for e in steps[1] if e.op != "wait"] for _, steps in results]
     assert all(mine == order[0] for mine in order)
 
@@ -102,7 +102,7 @@ def _bytes_on_the_wire() -> tuple[int, int, int]:
     model(exact_grads(model, 0, dist.get_rank())).backward()
     optimizer.step()
     padded = 4 * optimizer.buffers[0].numel
-    return optimizer.dp.sent_bytes - before, padded, 8 * (3 + len(SHAPES))
+    return optimizer.dp.sent_bytes - before, padded, 8 * (4 + len(SHAPES))
 
 
 @pytest.mark.parametrize("overlap", [True, False])

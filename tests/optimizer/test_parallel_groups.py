@@ -69,6 +69,24 @@ def _clip_dp() -> None:
     torch.testing.assert_close(piece.exp_avg, 0.1 * part, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_zeros_among_the_summed_gradients_are_counted_over_all_ranks_where_asked_for(
+    ranks: int,
+) -> None:
+    run_ranks(_count_zeros, ranks)
+
+
+def _count_zeros() -> None:
+    model, alone = weights(SHAPES), weights(SHAPES)
+    optimizer = DistributedOptimizer(model, config(clip_grad=0.0, log_num_zeros_in_grad=True))
+    assert optimizer.num_zeros_in_grad is None
+    model(exact_grads(model, 0, dist.get_rank())).backward()
+    optimizer.step()
+    set_mean(alone, [exact_grads(alone, 0, r) for r in range(dist.get_world_size())])
+    zeros = sum(int((param.grad == 0).sum()) for param in alone.parameters())
+    assert optimizer.num_zeros_in_grad == zeros > 0
+
+
 def test_a_gradient_norm_that_is_not_finite_is_refused_before_anything_is_changed() -> None:
     run_ranks(_norm_not_finite, 2)
 
