@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpttools.layout.megatron import BufferLayout
+from ckpttools.layout.sharded_pieces import buffer_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +49,19 @@ def param_ranges(layout: BufferLayout, dp: int, rank: int) -> Iterator[ParamRang
 
     A parameter of which the rank owns nothing doesn't occur; one without elements never does.
     """
-    for bucket, members in enumerate(bucket_members(layout)):
-        bucket_start, stop = layout.bucket_starts[bucket], layout.bucket_stops[bucket]
-        numel = (stop - bucket_start) // dp
-        own = Range(bucket_start + rank * numel, bucket_start + (rank + 1) * numel)
-        for index in members:
-            start = layout.starts[index]
-            low = max(start, own.start)
-            high = min(start + layout.params[index].numel, own.end)
-            if low < high:
-                yield ParamRange(
-                    index=index,
-                    bucket=bucket,
-                    gbuf_world=Range(low, high),
-                    gbuf_world_in_bucket=Range(low - bucket_start, high - bucket_start),
-                    gbuf_local=Range(low - own.start, high - own.start),
-                    param=Range(low - start, high - start),
-                )
+    indices = range(len(layout.params))
+    for piece in buffer_pieces(layout, indices, vpp=0, dtype="", dp=rank, dp_size=dp):
+        bucket_start = layout.bucket_starts[piece.bucket]
+        for part in piece.slices:
+            low, size = piece.start + part.at, part.stop - part.start
+            yield ParamRange(
+                index=part.param,
+                bucket=piece.bucket,
+                gbuf_world=Range(low, low + size),
+                gbuf_world_in_bucket=Range(low - bucket_start, low - bucket_start + size),
+                gbuf_local=Range(part.at, part.at + size),
+                param=Range(part.start, part.stop),
+            )
 
 
 def bucket_members(layout: BufferLayout) -> list[list[int]]:

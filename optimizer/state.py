@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ckpttools.errors import OptimizerError
+from ckpttools.layout.sharded import Topology
 from ckpttools.manifest import MASTER
 from ckpttools.optimizer.buffers import ParamAndGradBuffer
 from ckpttools.optimizer.collectives import Collectives
@@ -82,8 +83,9 @@ def identity(optimizer: StateOwner) -> dict[str, int]:
         "pp_rank": pp.rank,
         "pp_size": pp.size,
     }
-    rank = tp.rank + tp.size * (dp.rank + dp.size * pp.rank)
-    return {"rank": rank, "world_size": tp.size * dp.size * pp.size, **place}
+    topology = Topology(tp=tp.size, pp=pp.size, dp=dp.size)
+    rank = topology.rank_of(tp=tp.rank, dp=dp.rank, pp=pp.rank)
+    return {"rank": rank, "world_size": topology.world_size, **place}
 
 
 def stored_slots(piece: Piece) -> dict[str, Tensor]:
@@ -145,18 +147,6 @@ def load_rank_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
         for target, source in copies:
             target.copy_(source)
     optimizer.steps.update(steps)
-
-
-def load_groups(optimizer: StateOwner, groups: object, where: str) -> None:
-    """Take the settings of saved groups over: each must have the members of one of ours.
-
-    Raises:
-        OptimizerError: groups have other members; nothing was changed.
-    """
-    for live, saved in zip(
-        optimizer.param_groups, matched_groups(optimizer, groups, where), strict=True
-    ):
-        live.update(saved)
 
 
 def matched_groups(optimizer: StateOwner, groups: object, where: str) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ An error on any rank is raised on all, and nothing is published.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ckpttools.formats import Carried
 from ckpttools.formats.native.files import Entry, RankFile, rank_files
 from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile, manifest_document
+from ckpttools.formats.native.objects import carried_documents
 from ckpttools.hooks.run_state import known_layout, run_objects
 from ckpttools.hooks.together import rank_of, together
 from ckpttools.layout.sharded import ShardedLayout
@@ -29,7 +28,8 @@ from ckpttools.optimizer import DistributedOptimizer
 from ckpttools.optimizer.describe import dtype_name
 from ckpttools.storage.commit import Staging
 from ckpttools.storage.crc import crc32
-from ckpttools.storage.local import create_file, write_new_file
+from ckpttools.storage.local import FilePool, create_file, write_new_file
+from ckpttools.storage.sealed_json import sha256
 
 BLOCK_BYTES = 8 << 20
 """How much is written, and summed, at once."""
@@ -103,14 +103,6 @@ def staged(place: Path, optimizer: DistributedOptimizer, *, overwrite: bool) -> 
             mine[0].__exit__(None, None, None)
 
 
-def carried_documents(objects: Mapping[str, object]) -> dict[str, object]:
-    """Return what foreign formats need to write the run again, as plain data by format."""
-    carried = objects.get("carried")
-    if not isinstance(carried, Mapping):
-        return {}
-    return {str(k): v.to_document() for k, v in carried.items() if isinstance(v, Carried)}
-
-
 def local_tensor(entry: Entry, layout: ShardedLayout, optimizer: DistributedOptimizer) -> Tensor:
     """Return the live tensor whose elements a key holds, 1-D."""
     if entry.frozen is not None:
@@ -146,20 +138,18 @@ def _write_file(
     """Write one file: its header, then each key's elements, summed as they pass."""
     create_file(root / file.path, file.size_bytes)
     crcs: dict[str, int] = {}
-    descriptor = os.open(root / file.path, os.O_WRONLY)
-    try:
-        _write_all(descriptor, memoryview(file.header), 0)
+    with FilePool(str(root), [file.path], writable=True) as pool:
+        pool.write_at(0, 0, file.header)
         for entry in file.entries:
             crc, at = 0, entry.offset
             for block in _blocks(local_tensor(entry, layout, optimizer)):
                 crc = crc32(block, crc)
-                _write_all(descriptor, block, at)
+                pool.write_at(0, at, block)
                 at += len(block)
             crcs[entry.key] = crc
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return StatedFile(file.path, hashlib.sha256(file.header).hexdigest(), crcs)
+    with (root / file.path).open("rb") as written:
+        os.fsync(written.fileno())
+    return StatedFile(file.path, sha256(file.header), crcs)
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
@@ -168,10 +158,3 @@ def _blocks(tensor: Tensor) -> Iterator[memoryview]:
     for low in range(0, tensor.numel(), step):
         part = tensor.detach()[low : low + step].cpu().contiguous()
         yield part.view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data`` at ``offset``."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)

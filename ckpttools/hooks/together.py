@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckpttools.errors import CkptError
+from ckpttools.layout.sharded import Topology
 from ckpttools.optimizer import DistributedOptimizer, RemoteError
 from ckpttools.optimizer.describe import exchange
 
@@ -31,10 +32,10 @@ def together(optimizer: DistributedOptimizer, work: Callable[[], T]) -> dict[int
     found = exchange((text, result), optimizer.dp, optimizer.tp, optimizer.pp)
     if error is not None:
         raise error
-    tp, dp = optimizer.tp.size, optimizer.dp.size
+    topology = _topology(optimizer)
     results: dict[int, T] = {}
     for (t, d, p), (failure, value) in found.items():
-        rank = t + tp * (d + dp * p)
+        rank = topology.rank_of(tp=t, dp=d, pp=p)
         if failure is not None or value is None:
             raise RemoteError(f"rank {rank}: {failure}")
         results[rank] = value
@@ -44,4 +45,8 @@ def together(optimizer: DistributedOptimizer, work: Callable[[], T]) -> dict[int
 def rank_of(optimizer: DistributedOptimizer) -> int:
     """Return this rank's number in the run: tensor ranks first, then data, then pipeline ranks."""
     tp, dp, pp = optimizer.tp, optimizer.dp, optimizer.pp
-    return tp.rank + tp.size * (dp.rank + dp.size * pp.rank)
+    return _topology(optimizer).rank_of(tp=tp.rank, dp=dp.rank, pp=pp.rank)
+
+
+def _topology(optimizer: DistributedOptimizer) -> Topology:
+    return Topology(tp=optimizer.tp.size, pp=optimizer.pp.size, dp=optimizer.dp.size)

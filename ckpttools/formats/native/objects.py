@@ -81,13 +81,13 @@ def _number(value: object) -> int | float:
     return value
 
 
-def carried_documents(source: Manifest) -> dict[str, object]:
-    """Return what other formats must know to write the source again, by format.
+def carried_documents(objects: Mapping[str, object]) -> dict[str, object]:
+    """Return what other formats must know to write these objects' checkpoint again, by format.
 
     Raises:
         UsageError: one of them can't be carried without a loss that nobody accepted.
     """
-    carried = source.objects.get("carried")
+    carried = objects.get("carried")
     if not isinstance(carried, Mapping):
         return {}
     return {str(k): v.to_document() for k, v in carried.items() if isinstance(v, Carried)}

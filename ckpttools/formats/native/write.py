@@ -32,7 +32,7 @@ def lay_out_native(source: Manifest, target: Target, root: str, *, kind: Kind) -
     ranks = range(layout.topology.world_size)
     files = [file for rank in ranks for file in rank_files(layout, rank)]
     manifest = build_manifest(layout, files, root, describe_layout(layout), with_aliases=False)
-    documents = carried_documents(source)
+    documents = carried_documents(source.objects)
     objects, carried, lost = kept_objects(source, documents)
     return Draft(
         manifest=manifest,
