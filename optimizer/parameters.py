@@ -141,9 +141,9 @@ def collect(
             sharding = shardings.get(name, Sharding())
             order = place.get(id(param), len(managed))
             managed.append(ManagedParam(name, param, index, chunk, order, sharding))
-    if unknown := sorted(set(shardings) - set(seen)):
+    managed += _frozen_outside(modules, owners, seen, rename, shardings)
+    if unknown := sorted(set(shardings) - {one.name for one in managed}):
         raise OptimizerError(f"{unknown[0]}: a sharding must be of a parameter, got no such name")
-    managed += _frozen_outside(modules, owners, seen, rename)
     if not managed:
         raise OptimizerError("optimizer: must have at least one parameter, got none")
     ordered = sorted(managed, key=lambda item: (item.chunk, item.order))
@@ -161,6 +161,7 @@ def _frozen_outside(
     owners: Mapping[int, str],
     seen: Mapping[str, int],
     rename: Rename | None,
+    shardings: Mapping[str, Sharding],
 ) -> list[ManagedParam]:
     """Return the frozen parameters of the modules that no group names: they are kept as weights.
 
@@ -183,7 +184,9 @@ def _frozen_outside(
                 raise OptimizerError(
                     f"{name}: a parameter that is trained must be in a group, got it in none"
                 )
-            found.append(ManagedParam(name, param, -1, chunk, order - 1, Sharding()))
+            _check(name, param)
+            sharding = shardings.get(name, Sharding())
+            found.append(ManagedParam(name, param, -1, chunk, order - 1, sharding))
     return found
 
 

@@ -139,6 +139,10 @@ def load_rank_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
     steps = _steps(where, state, optimizer)
     groups = matched_groups(optimizer, state.get("param_groups", ()), where)
     scaler = state.get("grad_scaler")
+    if scaler and optimizer.scaler is None:
+        raise OptimizerError(
+            f"{where}: grad_scaler must be none as in this run, got {scaler!r:.60}"
+        )
     if scaler is not None and optimizer.scaler is not None:
         optimizer.scaler.load_state_dict(scaler)  # refuses before it changes anything
     for live, saved in zip(optimizer.param_groups, groups, strict=True):

@@ -116,17 +116,29 @@ def load_torch_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
                     f"{where}: {piece.name} ({slot}): shape must be "
                     f"{tuple(piece.slot.param.shape)}, got {tuple(entry[slot].shape)}"
                 )
+            if entry[slot].dtype != target.dtype:
+                raise OptimizerError(
+                    f"{where}: {piece.name} ({slot}): dtype must be {target.dtype}, got "
+                    f"{entry[slot].dtype}"
+                )
             copies.append((target, entry[slot].reshape(-1)[part.start : part.end]))
-    steps = {
-        name: int(saved[index[name]]["step"]) if index[name] in saved else 0
-        for name in optimizer.steps
-    }
+    steps = {name: _step(where, name, saved.get(index[name])) for name in optimizer.steps}
     for live, group in zip(optimizer.param_groups, groups, strict=True):
         live.update({key: group[key] for key in live if key in group and key not in _HIDDEN})
     with torch.no_grad():
         for target, source in copies:
             target.copy_(source)
     optimizer.steps.update(steps)
+
+
+def _step(where: str, name: str, entry: Mapping[str, Any] | None) -> int:
+    """Return the step of a parameter; one without an entry never took any."""
+    if entry is None:
+        return 0
+    step = float(entry["step"]) if "step" in entry else float("nan")
+    if not step.is_integer() or step < 0:
+        raise OptimizerError(f"{where}: {name}: step must be a whole number, got {step}")
+    return int(step)
 
 
 def _indices(optimizer: StateOwner) -> dict[str, int]:

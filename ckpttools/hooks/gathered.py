@@ -19,7 +19,7 @@ import torch
 
 from ckpttools.conversion import patch
 from ckpttools.digests import digest_manifest
-from ckpttools.errors import UsageError
+from ckpttools.errors import UsageError, system_errors
 from ckpttools.executor import Resources
 from ckpttools.formats import Draft, Target, Written, registry
 from ckpttools.formats.native.files import rank_files
@@ -42,6 +42,7 @@ from ckpttools.tiles import write_tile
 SCRATCH_BYTES = 32 << 20
 
 
+@system_errors()
 def save_gathered(
     directory: str | Path,
     optimizer: DistributedOptimizer,

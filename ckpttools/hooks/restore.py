@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ckpttools import api
-from ckpttools.errors import MismatchError
+from ckpttools.errors import MismatchError, system_errors
 from ckpttools.formats import ParamGroup, ReadOptions
 from ckpttools.hooks.regions import tiles_of
 from ckpttools.hooks.together import together
@@ -54,6 +54,7 @@ class Restored:
     objects: Mapping[str, object] = field(default_factory=dict)
 
 
+@system_errors()
 def load_sharded(
     path: str | Path,
     optimizer: DistributedOptimizer,
@@ -220,10 +221,40 @@ class _Loader:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return remarks on what the checkpoint doesn't tell."""
-        if self.weights_only or self._groups():
-            return ()
-        return ("parameter groups: the checkpoint names no members, so this run's settings stay",)
+        """Return a remark on each thing that is not taken, or not told by the checkpoint."""
+        rows = [line for param in self._params.values() if (line := self._padding_note(param))]
+        if self.weights_only:
+            return tuple(rows)
+        groups = self._groups()
+        if not groups:
+            rows.append(
+                "parameter groups: the checkpoint names no members, so this run's settings stay"
+            )
+        saved = self._saved_groups() if groups else []
+        known = {key for live, _ in groups for key in live}
+        if odd := sorted({key for group in saved for key in group.settings} - known - {"step"}):
+            rows.append(f"parameter groups: this run's have no place for {', '.join(odd)}")
+        scaler = self.manifest.objects.get("grad_scaler")
+        if scaler and self.optimizer.scaler is None:
+            rows.append("grad_scaler: this run has no loss scale, so the checkpoint's is not taken")
+        if self.optimizer.scaler is not None and not isinstance(scaler, Mapping):
+            rows.append("grad_scaler: the checkpoint has none, so this run's loss scale stays")
+        return tuple(rows)
+
+    def _padding_note(self, param: ShardedParam) -> str:
+        """Say where rows of vocabulary padding have no place here, or none in the checkpoint."""
+        spec = self.manifest.tensors[self._index[param.canonical, WEIGHT]]
+        mine, theirs = param.shape[:1], spec.stored_shape[:1]
+        if mine == theirs:
+            return ""
+        return (
+            f"{param.canonical}: {theirs[0]} rows with padding in the checkpoint and {mine[0]} "
+            f"here: rows of padding that only one side has are left out, or stay zero"
+        )
+
+    def _saved_groups(self) -> list[ParamGroup]:
+        saved = self.manifest.objects.get("param_groups")
+        return [g for g in saved if isinstance(g, ParamGroup)] if isinstance(saved, tuple) else []
 
     def _wants(self) -> Iterator[_Want]:
         """List the weights and state that this rank is to hold."""
@@ -311,8 +342,7 @@ class _Loader:
         Raises:
             MismatchError: a live group's members were in several groups.
         """
-        saved = self.manifest.objects.get("param_groups")
-        groups = [g for g in saved if isinstance(g, ParamGroup)] if isinstance(saved, tuple) else []
+        groups = self._saved_groups()
         if not groups or any(group.members is None for group in groups):
             return []
         of = {name: i for i, group in enumerate(groups) for name in group.members or ()}

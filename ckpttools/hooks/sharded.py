@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ckpttools.errors import system_errors
 from ckpttools.formats.native.files import Entry, RankFile, rank_files
 from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile, manifest_document
 from ckpttools.formats.native.objects import carried_documents
@@ -35,6 +36,7 @@ BLOCK_BYTES = 8 << 20
 """How much is written, and summed, at once."""
 
 
+@system_errors()
 def save_sharded(
     directory: str | Path,
     optimizer: DistributedOptimizer,

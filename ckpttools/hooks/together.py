@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ckpttools.errors import CkptError
 from ckpttools.layout.sharded import Topology
 from ckpttools.optimizer import DistributedOptimizer, RemoteError
 from ckpttools.optimizer.describe import exchange
@@ -26,7 +25,7 @@ def together(optimizer: DistributedOptimizer, work: Callable[[], T]) -> dict[int
     result: T | None = None
     try:
         result = work()
-    except (CkptError, OSError, ValueError, RuntimeError) as caught:
+    except Exception as caught:  # noqa: BLE001  # whatever it is, the other ranks wait for this one
         error = caught
     text = None if error is None else f"{type(error).__name__}: {error}"
     found = exchange((text, result), optimizer.dp, optimizer.tp, optimizer.pp)

@@ -185,3 +185,16 @@ def test_what_another_stage_has_is_no_stranger_and_what_none_has_is_refused(tmp_
     for rank, (both, third) in enumerate(found):
         assert both == f"loaded {3 * ord('ab'[rank])}"
         assert "c: must be a parameter of this run, got none" in third
+
+
+def test_what_a_load_does_not_take_is_named(tmp_path: Path) -> None:
+    def run(**settings: object) -> DistributedOptimizer:
+        param = torch.nn.Parameter(torch.zeros(3))
+        group = {"params": [("a", param)], "lr": 0.1, **settings}
+        return DistributedOptimizer([group], OptimizerConfig(lr=0.1, loss_scale=8.0))
+
+    save_sharded(tmp_path / "run", run(wd_mult=1.0))
+    notes = load_sharded(tmp_path / "run", run()).notes
+    assert "parameter groups: this run's have no place for wd_mult" in notes
+    assert "grad_scaler: the checkpoint has none, so this run's loss scale stays" in notes
+    assert load_sharded(tmp_path / "run", run(), weights_only=True).notes == ()

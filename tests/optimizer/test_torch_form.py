@@ -9,7 +9,7 @@ import torch
 from gloo_ranks import run_ranks
 
 from ckpttools.errors import OptimizerError
-from ckpttools.optimizer import DistributedOptimizer, OptimizerConfig, megatron_groups
+from ckpttools.optimizer import DistributedOptimizer, OptimizerConfig, Sharding, megatron_groups
 
 SHAPES = {"matrix": (7, 5), "bias": (11,), "scalar": (), "never": (3,), "empty": (0, 2)}
 
@@ -99,3 +99,33 @@ def test_another_models_state_is_refused_and_changes_nothing() -> None:
     with pytest.raises(OptimizerError, match="groups must have"):
         optimizer.load_torch_state_dict({"state": {}, "param_groups": []})
     assert all(torch.equal(before[p.name], p.exp_avg) for p in optimizer.pieces)
+
+
+def test_a_state_that_would_have_to_be_cast_or_rounded_is_refused() -> None:
+    params = model()
+    optimizer = sharded(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    state = optimizer.gather_torch_state_dict()
+    assert state is not None
+    entry = state["state"][state["param_groups"][0]["params"][1]]
+    kept = entry["exp_avg"]
+    entry["exp_avg"] = kept.double()
+    with pytest.raises(OptimizerError, match=r"\(exp_avg\): dtype must be torch.float32"):
+        optimizer.load_torch_state_dict(state)
+    entry["exp_avg"], entry["step"] = kept, torch.tensor(1.5)
+    with pytest.raises(OptimizerError, match="step must be a whole number, got 1.5"):
+        optimizer.load_torch_state_dict(state)
+
+
+def test_a_frozen_parameter_outside_of_all_groups_may_have_a_sharding() -> None:
+    params = model()
+    params["bias"].requires_grad_(requires_grad=False)
+    config = OptimizerConfig(lr=0.1)
+    optimizer = DistributedOptimizer(
+        megatron_groups(config, [params]),
+        config,
+        modules=[params],
+        shardings={"bias": Sharding(stage="layer", layer=3)},
+    )
+    assert [m.sharding.layer for m in optimizer.managed if m.name == "bias"] == [3]
