@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckpttools import comparison, conversion, description, digests, evidence, job, verification
@@ -27,20 +28,23 @@ from ckpttools.errors import (
     system_errors,
 )
 from ckpttools.executor import Resources
-from ckpttools.formats import DescribesParts, Format, ReadOptions, Target, registry
+from ckpttools.formats import (
+    ACCEPTABLE_LOSSES,
+    DescribesParts,
+    Format,
+    ReadOptions,
+    Target,
+    registry,
+)
 from ckpttools.manifest import WEIGHT, Manifest
-from ckpttools.plan import Plan, make_plan
+from ckpttools.plan import Plan
 from ckpttools.report import Report
 from ckpttools.selection import Selection
-from ckpttools.storage.commit import (
-    Staging,
-    check_apart,
-    check_destination,
-    check_not_written,
-)
+from ckpttools.storage.commit import Staging, check_apart, check_destination, check_not_written
 from ckpttools.verification import Verification
 
 __all__ = [
+    "ACCEPTABLE_LOSSES",
     "Comparison",
     "Opened",
     "ReadOptions",
@@ -137,7 +141,7 @@ def plan_reshard(source: Manifest, target: Target, *, to: str | None = None) -> 
         PlanError: an element would be lost, doubled or invented.
     """
     draft = _format(to or source.format).lay_out(source, target, "")
-    return make_plan(source, draft.manifest, left_out=(*draft.left_out, *draft.aliases))
+    return conversion.plan_of(source, draft)
 
 
 @system_errors()
@@ -178,7 +182,9 @@ def reshard(
     copies = evidence.check_replicas(opened.manifest, resources)
     fmt = _format(to or opened.format.name)
     opened, lost = conversion.choose(opened, selection or Selection())
-    draft, plan = conversion.lay_out(fmt, opened.manifest, target or Target(), "", resources)
+    target = target or Target()
+    target = replace(target, accept_loss=target.accept_loss | options.accept_loss)
+    draft, plan = conversion.lay_out(fmt, opened.manifest, target, "", resources)
     if dry_run:
         return conversion.report_of(opened, draft, plan, resources, paths, dry_run=True, lost=lost)
     job_id = job.job_of(opened.stamps, draft, plan, resources)
@@ -254,7 +260,6 @@ def verify(
     """Check a checkpoint: stored checksums, structure, cover, evidence, copies.
 
     With ``against``, the content of another checkpoint must be equal too.
-
     ``require`` may hold ``optimizer``: then a side without optimizer state is a difference.
 
     Raises:

@@ -8,7 +8,7 @@ have them: the step as a number, parameter groups by their members.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -109,23 +109,8 @@ def compare(
         StorageError: a file can't be read.
     """
     a_index, b_index = a.index(), b.index()
-    differences: list[Difference] = []
-    pairs: list[_Pair] = []
-    a_chunks, b_chunks = a.by_tensor(), b.by_tensor()
-    for key, i in a_index.items():
-        if key not in b_index:
-            continue
-        j = b_index[key]
-        spec_a, spec_b = a.tensors[i], b.tensors[j]
-        if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
-            what = f"{spec_a.dtype} {spec_a.shape} against {spec_b.dtype} {spec_b.shape}"
-            differences.append(Difference(*key, what))
-            continue
-        sides = [
-            pieces([c for c in chunks if not c.replica_id], ndim=len(spec_a.shape))
-            for chunks in (a_chunks[i], b_chunks[j])
-        ]
-        pairs.append(_Pair(spec_a, spec_b, sides[0], sides[1]))
+    common = [key for key in a_index if key in b_index]
+    pairs, differences = _pairs(a, b, common)
     found = _compare_tiles(a, b, pairs, resources, progress)
     for pair, result in zip(pairs, found, strict=True):
         if result.count:
@@ -142,6 +127,45 @@ def compare(
         padding=tuple(p.a.key for p, f in zip(pairs, found, strict=True) if f.padding),
         fresh_nonzero=tuple(p.a.key for p, f in zip(pairs, found, strict=True) if f.fresh),
     )
+
+
+def count_differences(
+    a: Manifest, b: Manifest, keys: Collection[tuple[str, str]], resources: Resources
+) -> dict[tuple[str, str], int]:
+    """Return in how many elements each of these tensors differs, padding excluded.
+
+    Tensors that only one side has, or of another dtype or shape, are not counted.
+
+    Raises:
+        StorageError: a file can't be read.
+    """
+    a_index, b_index = a.index(), b.index()
+    pairs, _ = _pairs(a, b, [key for key in keys if key in a_index and key in b_index])
+    found = _compare_tiles(a, b, pairs, resources, None)
+    return {pair.a.key: one.count for pair, one in zip(pairs, found, strict=True)}
+
+
+def _pairs(
+    a: Manifest, b: Manifest, keys: Iterable[tuple[str, str]]
+) -> tuple[list[_Pair], list[Difference]]:
+    """Pair tensors that both sides have; those of another dtype or shape are differences."""
+    a_index, b_index = a.index(), b.index()
+    a_chunks, b_chunks = a.by_tensor(), b.by_tensor()
+    pairs: list[_Pair] = []
+    differences: list[Difference] = []
+    for key in keys:
+        i, j = a_index[key], b_index[key]
+        spec_a, spec_b = a.tensors[i], b.tensors[j]
+        if (spec_a.dtype, spec_a.shape) != (spec_b.dtype, spec_b.shape):
+            what = f"{spec_a.dtype} {spec_a.shape} against {spec_b.dtype} {spec_b.shape}"
+            differences.append(Difference(*key, what))
+            continue
+        sides = [
+            pieces([c for c in chunks if not c.replica_id], ndim=len(spec_a.shape))
+            for chunks in (a_chunks[i], b_chunks[j])
+        ]
+        pairs.append(_Pair(spec_a, spec_b, sides[0], sides[1]))
+    return pairs, differences
 
 
 def total_bytes(a: Manifest, b: Manifest) -> int:

@@ -10,23 +10,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpttools import comparison, digests, evidence
-from ckpttools.errors import MismatchError, StorageError
-from ckpttools.executor import Buffers, Progress, Resources, execute, run_jobs
+from ckpttools import comparison, digests, evidence, findings
+from ckpttools.errors import MismatchError, PlanError, StorageError
+from ckpttools.executor import Progress, Resources, execute
 from ckpttools.formats import Draft, Format, Patch, ReadOptions, Target, Written
 from ckpttools.job import Stamps, bytes_of, is_whole, make_files, new_place, proven
-from ckpttools.layout.box import Box
-from ckpttools.manifest import Manifest, TensorSpec, summary_by_slot
-from ckpttools.plan import Plan, TensorPlan, make_plan
+from ckpttools.manifest import MASTER, REMAINDER, Manifest, summary_by_slot
+from ckpttools.plan import Plan, make_plan
 from ckpttools.report import Report, size_text
 from ckpttools.selection import Selection, select
 from ckpttools.storage.journal import Journal
 from ckpttools.storage.local import FilePool, write_new_file
-from ckpttools.tiles import cut_tiles, read_tile
 
 Stage = Callable[[str, int], Progress | None]
 """Told the name and the number of bytes of each long step; returns what to tell of progress."""
@@ -61,8 +59,9 @@ def lay_out(
 ) -> tuple[Draft, Plan]:
     """Lay out the destination's files and plan the copies into them.
 
-    The draft's notes say what becomes of rows of vocabulary padding, for which those that have no
-    room are read.
+    The plan is made from the draft's view of the source, where it has one. The draft's notes say
+    what that changes and what becomes of rows of vocabulary padding; where elements are rounded
+    anew, or rows have no room, the source is read for them.
 
     Raises:
         UsageError: the target can't hold the source.
@@ -70,8 +69,29 @@ def lay_out(
         StorageError: the source can't be read.
     """
     draft = fmt.lay_out(source, target, root)
-    plan = make_plan(source, draft.manifest, left_out=(*draft.left_out, *draft.aliases))
-    return replace(draft, notes=(*draft.notes, *_padding_notes(plan, resources))), plan
+    plan = plan_of(source, draft)
+    notes = (
+        *draft.notes,
+        *findings.view_notes(source, plan.src, resources),
+        *findings.padding_notes(plan, resources),
+    )
+    return replace(draft, notes=notes), plan
+
+
+def plan_of(source: Manifest, draft: Draft) -> Plan:
+    """Plan the copies into a draft's files, from its view of the source where it has one.
+
+    Raises:
+        PlanError: an element would be lost, doubled or invented, or the view is of something else.
+    """
+    view = draft.source or source
+    if (view.root, view.files) != (source.root, source.files):
+        raise PlanError(f"{source.root}: a view must be of the source's files, got {view.root}")
+    hidden = source.index().keys() - view.index().keys() - set(draft.left_out)
+    if hidden:
+        name, slot = min(hidden)
+        raise PlanError(f"{name} ({slot}): must be in the view or left out, got neither")
+    return make_plan(view, draft.manifest, left_out=(*draft.left_out, *draft.aliases))
 
 
 def choose(source: Opened, selection: Selection) -> tuple[Opened, tuple[str, ...]]:
@@ -178,16 +198,16 @@ def prove(
     root, aliases = Path(plan.dst.root), frozenset(draft.aliases)
     if resumed and (problems := fmt.check(root)):
         raise MismatchError(f"{root}: must be sound after work was resumed, got {problems[0]}")
-    reading = fmt.read(root, options)
+    reading = fmt.read(root, _for_result(options, same=fmt.name == source.format.name))
     found = [c.manifest for c in reading.candidates]
     again = [m for m in found if _places(m, aliases) == _places(plan.dst)]
     if len(again) != 1:
         raise MismatchError(
             f"{root}: its reader must find every tensor where it was written, got other places"
         )
-    total = comparison.total_bytes(source.manifest, again[0])
+    total = comparison.total_bytes(plan.src, again[0])
     progress = stage("compare", total) if stage else None
-    result = comparison.compare(source.manifest, again[0], resources, progress)
+    result = comparison.compare(plan.src, again[0], resources, progress)
     only_b = [key for key in result.only_b if key not in aliases]
     if not result.equal or only_b or result.padding or result.fresh_nonzero:
         first = [*map(str, result.differences), *map(str, result.padding), *map(str, only_b)]
@@ -205,7 +225,18 @@ def prove(
         raise MismatchError(f"{root}: parameter groups must keep {lost[0]}, got none")
     size = size_text(result.compared_bytes)
     line = f"read back: {result.compared} tensors, {size}, equal the source bit for bit"
+    if changed := len(findings.changed(source.manifest, plan.src)):
+        line += f", {changed} of them once rounded or widened"
     return Proof((line,), tuple(f"parameter groups: {name} has no place in it" for name in lost))
+
+
+def _for_result(options: ReadOptions, *, same: bool) -> ReadOptions:
+    """Return what a user told of the source that is true of the result too.
+
+    Its names and weights lie in its own files; a layout is that of one format.
+    """
+    layout = options.layout if same else None
+    return replace(options, layout=layout, names_path=None, model_path=None)
 
 
 def _places(manifest: Manifest, without: Collection[tuple[str, str]] = ()) -> set[object]:
@@ -214,6 +245,7 @@ def _places(manifest: Manifest, without: Collection[tuple[str, str]] = ()) -> se
         (
             manifest.tensors[c.tensor],
             c.region,
+            c.codec,
             tuple(
                 (manifest.files[p.extent.file].path, p.extent.offset, p.extent.length, p.strides)
                 for p in c.parts
@@ -239,12 +271,15 @@ def source_proof(opened: Opened, copies: int) -> list[str]:
 
 def not_checked(opened: Opened, *, cross_check: bool) -> list[str]:
     """Return what a verification should have checked and couldn't."""
-    slots = opened.manifest.slots()
+    manifest = opened.manifest
+    joined = {c.tensor for c in manifest.chunks if c.codec == REMAINDER}  # made of the weights
+    masters = [i for i, spec in enumerate(manifest.tensors) if spec.slot == MASTER]
     if (
         cross_check
         and not opened.weights_compared
-        and len(slots) > 1
-        and "digests" not in (opened.manifest.objects)
+        and len(manifest.slots()) > 1
+        and "digests" not in manifest.objects
+        and not (masters and joined.issuperset(masters))
     ):
         return ["weights against masters: the checkpoint has no pair of them"]
     return []
@@ -318,60 +353,3 @@ def _plan_lines(plan: Plan, resources: Resources, file_bytes: int) -> tuple[str,
 def _topology(manifest: Manifest) -> dict[str, int]:
     value = manifest.objects.get("topology")
     return {str(k): int(v) for k, v in value.items()} if isinstance(value, dict) else {}
-
-
-def _padding_notes(plan: Plan, resources: Resources) -> tuple[str, ...]:
-    """Say how many rows of vocabulary padding come and go, and whether what goes was zero."""
-    nonzero = _nonzero_dropped(plan, resources)
-    notes = []
-    for rows, specs in _by_rows([(t.fresh_rows, t.dst_spec) for t in plan.tensors]):
-        notes.append(f"{rows} new rows of vocabulary padding are zero in {_listed(specs)}")
-    for rows, specs in _by_rows([(t.dropped_rows, t.src_spec) for t in plan.tensors]):
-        held = [spec for spec in specs if spec.key in nonzero]
-        notes.append(
-            f"{rows} rows of vocabulary padding have no room in {_listed(specs)}; "
-            + (f"values that are not zero were in {_listed(held)}" if held else "all were zero")
-        )
-    return tuple(notes)
-
-
-def _nonzero_dropped(plan: Plan, resources: Resources) -> set[tuple[str, str]]:
-    """Return the tensors that hold a bit in a row of padding that has no room."""
-
-    def jobs() -> Iterator[tuple[TensorPlan, Box]]:
-        for tensor in plan.tensors:
-            if tensor.dropped_rows:
-                shape = tensor.src_spec.stored_shape
-                first = tensor.dst_spec.stored_shape[0]
-                rows = Box((first, *(0 for _ in shape[1:])), (tensor.dropped_rows, *shape[1:]))
-                for box in cut_tiles(rows, tensor.src_spec.dtype.itemsize, resources.tile_bytes):
-                    yield tensor, box
-
-    found: set[tuple[str, str]] = set()
-    with FilePool(plan.src.root, [f.path for f in plan.src.files]) as pool:
-
-        def look(job: tuple[TensorPlan, Box], buffers: Buffers) -> None:
-            tile = buffers.tile(job[1], job[0].src_spec.dtype.itemsize)
-            read_tile(pool, job[0].src, job[1], tile, buffers.scratch)
-            if tile.any():
-                found.add(job[0].src_spec.key)
-
-        run_jobs(jobs(), look, resources)
-    return found
-
-
-def _by_rows(counted: Iterable[tuple[int, TensorSpec]]) -> list[tuple[int, list[TensorSpec]]]:
-    """Group tensors by a number of rows, without those of none."""
-    groups: dict[int, list[TensorSpec]] = {}
-    for rows, spec in counted:
-        if rows:
-            groups.setdefault(rows, []).append(spec)
-    return list(groups.items())
-
-
-def _listed(specs: Sequence[TensorSpec]) -> str:
-    """List tensors by name with their slots."""
-    slots: dict[str, list[str]] = {}
-    for spec in specs:
-        slots.setdefault(spec.name, []).append(spec.slot)
-    return " and ".join(f"{name} ({', '.join(mine)})" for name, mine in slots.items())

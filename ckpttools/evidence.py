@@ -4,6 +4,10 @@ A reader and a writer that share a wrong formula agree with each other, so the f
 against evidence: each weight must be its fp32 master rounded to the weight's dtype. A wrong
 offset map, a wrong order of sub-blocks or a corrupted master shows at once, since masters and
 weights lie in different files under different formulas.
+
+By which rule a trainer rounds is its own affair: a Manifest's object ``weight_rounding`` names the
+rules of which one must hold for all of its weights. Where a master is made of the weight's own
+bytes there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -15,27 +19,42 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpttools import codecs
-from ckpttools.errors import AmbiguousLayoutError, EvidenceError, ReplicaError
+from ckpttools.errors import AmbiguousLayoutError, EvidenceError, LayoutError, ReplicaError
 from ckpttools.executor import Buffers, Resources, run_jobs
 from ckpttools.formats import Candidate, Reading
 from ckpttools.layout.box import Box
-from ckpttools.manifest import MASTER, WEIGHT, Chunk, Manifest, TensorSpec, boxes_of
-from ckpttools.plan import Pieces, pieces
+from ckpttools.manifest import (
+    HALF_AWAY,
+    IDENTITY,
+    MASTER,
+    NEAREST_EVEN,
+    WEIGHT,
+    Chunk,
+    Manifest,
+    TensorSpec,
+    boxes_of,
+)
+from ckpttools.plan import Pieces, pieces, same_bytes
 from ckpttools.storage.local import FilePool
 from ckpttools.tiles import cut_tiles, read_tile
 
 
 @dataclass(frozen=True, slots=True)
 class CastFailure:
-    """A weight that is not its master, rounded: how many elements differ, and the first one."""
+    """A weight that is not its master, rounded: how many elements differ, and the first one.
+
+    ``rule`` is the one that fits the checkpoint best.
+    """
 
     spec: TensorSpec
     count: int
     first: tuple[int, ...]
+    rule: str = NEAREST_EVEN
 
     def __str__(self) -> str:
+        how = "rounded half away from zero" if self.rule == HALF_AWAY else "rounded"
         return (
-            f"{self.spec.name}: the weight must be its master rounded to {self.spec.dtype}, got "
+            f"{self.spec.name}: the weight must be its master {how} to {self.spec.dtype}, got "
             f"{self.count} of {int(np.prod(self.spec.stored_shape, dtype=np.int64))} elements "
             f"that differ, first at {list(self.first)}"
         )
@@ -57,13 +76,16 @@ class _Count:
 def check_casts(manifest: Manifest, resources: Resources) -> tuple[int, list[CastFailure]]:
     """Compare every weight with its rounded master, padding rows included.
 
-    Returns the number of weights compared and the failures, in the manifest's order.
+    Returns the number of weights compared and the failures under the rule that fits best, in the
+    manifest's order. A weight whose master is made of its own bytes is not counted.
 
     Raises:
+        LayoutError: the Manifest names a rule that there isn't.
         StorageError: a file can't be read.
     """
-    jobs = list(_cast_jobs(manifest))
-    found: dict[int, _Count] = {i: _Count() for i in range(len(jobs))}
+    rules = rounding_rules(manifest)
+    jobs = list(_cast_jobs(manifest)) if rules else []
+    found = {rule: [_Count() for _ in jobs] for rule in rules}
     lock = threading.Lock()
     with FilePool(manifest.root, [f.path for f in manifest.files]) as pool:
 
@@ -74,24 +96,47 @@ def check_casts(manifest: Manifest, resources: Resources) -> tuple[int, list[Cas
             high = buffers.tile(box, 4, second=True)
             read_tile(pool, weight_pieces, box, low, buffers.scratch)
             read_tile(pool, master_pieces, box, high, buffers.scratch)
-            differs = codecs.cast_differs(low, high, weight.dtype)
-            if differs.any():
-                local = np.unravel_index(int(np.argmax(differs)), box.lengths)
-                first = tuple(int(a) + o for a, o in zip(local, box.offsets, strict=True))
-                with lock:
-                    found[number].add(int(np.count_nonzero(differs)), first)
+            for rule in rules:
+                differs = codecs.cast_differs(low, high, weight.dtype, rule)
+                if differs.any():
+                    local = np.unravel_index(int(np.argmax(differs)), box.lengths)
+                    first = tuple(int(a) + o for a, o in zip(local, box.offsets, strict=True))
+                    with lock:
+                        found[rule][number].add(int(np.count_nonzero(differs)), first)
 
         run_jobs(_cast_tiles(jobs, resources.tile_bytes), compare, resources)
+    if not jobs:
+        return 0, []
+    best = min(rules, key=lambda rule: sum(count.count for count in found[rule]))
     return len(jobs), [
-        CastFailure(jobs[i][0], c.count, c.first) for i, c in found.items() if c.first is not None
+        CastFailure(job[0], count.count, count.first, best)
+        for job, count in zip(jobs, found[best], strict=True)
+        if count.first is not None
     ]
+
+
+def rounding_rules(manifest: Manifest) -> tuple[str, ...]:
+    """Return the rules of which one must have rounded the weights; none: nothing is known of it.
+
+    Raises:
+        LayoutError: a Manifest names a rule that there isn't.
+    """
+    rules = manifest.objects.get("weight_rounding", (NEAREST_EVEN,))
+    named = tuple(rules) if isinstance(rules, (tuple, list)) else (rules,)
+    for rule in named:
+        if rule not in codecs.ROUNDINGS:
+            raise LayoutError(
+                f"{manifest.root}: weight_rounding must be of {', '.join(codecs.ROUNDINGS)}, got "
+                f"{rule!r}"
+            )
+    return named
 
 
 _CastJob = tuple[TensorSpec, Pieces, Pieces]
 
 
 def _cast_jobs(manifest: Manifest) -> Iterator[_CastJob]:
-    """Yield each weight that has an fp32 master: its spec, its pieces, the master's."""
+    """Yield each weight with an fp32 master of other bytes: its spec, its pieces, the master's."""
     index, chunks = manifest.index(), manifest.by_tensor()
 
     def primaries(i: int) -> Pieces:
@@ -105,7 +150,9 @@ def _cast_jobs(manifest: Manifest) -> Iterator[_CastJob]:
         if manifest.tensors[master].dtype.name != "float32":
             continue
         if manifest.tensors[i].dtype.name in codecs.ROUNDED:
-            yield manifest.tensors[i], primaries(i), primaries(master)
+            low, high = primaries(i), primaries(master)
+            if high.codec == IDENTITY or not same_bytes(low, high):
+                yield manifest.tensors[i], low, high
 
 
 def _cast_tiles(jobs: Sequence[_CastJob], tile_bytes: int) -> Iterator[tuple[int, Box]]:

@@ -11,7 +11,9 @@ from the pieces as they were written, so a format can put checksums into its fil
 
 from __future__ import annotations
 
+import math
 import os
+import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +26,19 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 
+from ckpttools.dtypes import DType
 from ckpttools.errors import PlanError
 from ckpttools.layout.box import Box
-from ckpttools.manifest import Extent, TensorSpec
+from ckpttools.manifest import (
+    HALF_AWAY,
+    IDENTITY,
+    NEAREST_EVEN,
+    REMAINDER,
+    REMAINDER_NEAREST_EVEN,
+    WIDEN,
+    Extent,
+    TensorSpec,
+)
 from ckpttools.plan import Plan, Strided, TensorPlan
 from ckpttools.storage.crc import crc32
 from ckpttools.storage.crcfold import fold
@@ -157,12 +169,8 @@ def execute(
     noted in ``journal``; those in ``finished``, by number, are not written again.
 
     Raises:
-        PlanError: a tensor is stored in a way that this executor can't copy.
         StorageError: a file can't be read or written.
     """
-    for tensor in plan.tensors:
-        if len(tensor.src.itemsizes) > 1 or len(tensor.dst.itemsizes) > 1:
-            raise PlanError(f"{tensor.dst_spec}: must be stored in one part, got several")
     log, known = WriteLog(), finished or {}
     src_paths = [f.path for f in plan.src.files]
     dst_paths = [f.path for f in plan.dst.files]
@@ -298,9 +306,17 @@ def execute_reference(plan: Plan) -> None:
     """Carry out ``plan`` in one loop, the slow and obvious way; whole files are in memory."""
     src = [np.fromfile(Path(plan.src.root, f.path), np.uint8) for f in plan.src.files]
     dst = [np.fromfile(Path(plan.dst.root, f.path), np.uint8) for f in plan.dst.files]
-    for op in plan.ops():
-        for a, b in zip(op.srcs, op.dsts, strict=True):
-            _elements(dst, b, op.box)[...] = _elements(src, a, op.box)
+    for tensor in plan.tensors:
+        for op in tensor.ops():
+            parts = [_elements(src, a, op.box) for a in op.srcs]
+            result = _elements(dst, op.dsts[0], op.box)
+            if op.codec == IDENTITY:
+                result[...] = parts[0]
+                continue
+            for index in np.ndindex(*op.box.lengths):
+                values = [int.from_bytes(bytes(part[index]), "little") for part in parts]
+                bits = _decoded(op.codec, tensor.src.dtypes[0], *values)
+                result[index] = list(bits.to_bytes(op.dsts[0].itemsize, "little"))
     for file, data in zip(plan.dst.files, dst, strict=True):
         Path(plan.dst.root, file.path).write_bytes(data.tobytes())
 
@@ -312,3 +328,44 @@ def _elements(files: Sequence[np.ndarray], where: Strided, box: Box) -> np.ndarr
         shape=(*box.lengths, where.itemsize),
         strides=(*where.strides_bytes, 1),
     )
+
+
+def _decoded(codec: str, kind: DType, first: int, second: int = 0) -> int:
+    """Make the bits of one element from those of its parts, as each codec is defined."""
+    if codec in {REMAINDER, REMAINDER_NEAREST_EVEN}:
+        below_zero = second >= 0x8000
+        whole = (first - below_zero) % 0x10000 << 16 | second
+        return whole if codec == REMAINDER else _nearest_even(whole)
+    if codec == HALF_AWAY:
+        return (first + 0x8000) % 0x1_0000_0000 >> 16
+    if codec == NEAREST_EVEN:
+        return _nearest_even(first)
+    wide = first << 16 if kind.name == "bfloat16" else _float16_as_float32(first)
+    return wide if codec == WIDEN else _product(wide, second)
+
+
+def _nearest_even(bits: int) -> int:
+    if bits % 0x8000_0000 > 0x7F80_0000:
+        return 0x7FC0
+    kept, cut = divmod(bits, 0x10000)
+    return kept + (cut > 0x8000 or (cut == 0x8000 and kept % 2 == 1))
+
+
+def _float16_as_float32(bits: int) -> int:
+    sign, magnitude = divmod(bits, 0x8000)
+    if magnitude > 0x7C00:  # a NaN, made quiet
+        return sign << 31 | 0x7FC0_0000 | magnitude % 0x400 << 13
+    (value,) = struct.unpack("<e", bits.to_bytes(2, "little"))
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+def _product(a: int, b: int) -> int:
+    """Multiply two float32: in double precision that is exact, so it is rounded once."""
+    x, y = struct.unpack("<2f", a.to_bytes(4, "little") + b.to_bytes(4, "little"))
+    product = x * y
+    if math.isnan(product):
+        return 0x7FC0_0000
+    try:
+        return int.from_bytes(struct.pack("<f", product), "little")
+    except OverflowError:  # struct's word for what rounds to infinity
+        return 0xFF80_0000 if product < 0 else 0x7F80_0000

@@ -43,6 +43,7 @@ def job_of(stamps: Stamps, draft: Draft, plan: Plan, resources: Resources) -> st
         digest.update(patch.data)
     for tensor in plan.tensors:
         add(tensor.src_spec, tensor.dst_spec)
+        add(tensor.src.codec, *map(str, tensor.src.dtypes))
         for side in (tensor.src, tensor.dst):
             for column in (side.offsets, side.lengths, side.file, side.start_bytes):
                 digest.update(column.tobytes())

@@ -31,6 +31,41 @@ MASTER = "fp32_param"
 IDENTITY = "identity"
 """The codec of a chunk whose one part holds the elements themselves, in the tensor's dtype."""
 
+REMAINDER = "bf16_remainder"
+"""Codec: a bfloat16 part ``hi`` and an int16 part ``lo`` make the float32 whose bits are
+``(hi << 16) + lo``, modulo 2**32. ``hi`` is that float32 rounded by :data:`HALF_AWAY`."""
+
+SCALED = "scaled"
+"""Codec: a 16-bit float part times a float32 part, which is one number for the region (strides 0),
+in one float32 multiplication."""
+
+WIDEN = "widened"
+"""Codec: one 16-bit float part, as float32; exact."""
+
+HALF_AWAY = "half_away"
+"""Codec: one float32 part rounded to bfloat16, ties away from zero: ``(bits + 0x8000) >> 16``."""
+
+NEAREST_EVEN = "nearest_even"
+"""Codec: one float32 part rounded to bfloat16, ties to even, as torch's ``copy_`` does."""
+
+REMAINDER_NEAREST_EVEN = "bf16_remainder_nearest_even"
+"""Codec: :data:`REMAINDER`, then :data:`NEAREST_EVEN`: bfloat16 again, another one in ties."""
+
+_FLOAT16S = frozenset({"bfloat16", "float16"})
+_BFLOAT16 = frozenset({"bfloat16"})
+_FLOAT32 = frozenset({"float32"})
+_INT16 = frozenset({"int16"})
+
+CODECS: Mapping[str, tuple[tuple[frozenset[str], ...], frozenset[str]]] = {
+    REMAINDER: ((_BFLOAT16, _INT16), _FLOAT32),
+    SCALED: ((_FLOAT16S, _FLOAT32), _FLOAT32),
+    WIDEN: ((_FLOAT16S,), _FLOAT32),
+    HALF_AWAY: ((_FLOAT32,), _BFLOAT16),
+    NEAREST_EVEN: ((_FLOAT32,), _BFLOAT16),
+    REMAINDER_NEAREST_EVEN: ((_BFLOAT16, _INT16), _BFLOAT16),
+}
+"""Which dtypes the parts of each codec but the identity have, and which the elements they make."""
+
 Region = Box | FlatRange
 
 
@@ -112,8 +147,9 @@ class Chunk:
     """A stored piece of the tensor with index ``tensor``.
 
     ``codec`` names the elementwise rule that makes one logical element of the values of
-    ``parts`` (``identity``: one part, the element itself). Copies of the same region differ
-    in ``replica_id``; 0 is the copy that is read.
+    ``parts`` (``identity``: one part, the element itself). Every other rule is for reading only:
+    what is written is the element itself. Copies of the same region differ in ``replica_id``; 0 is
+    the copy that is read.
     """
 
     tensor: int
@@ -125,9 +161,11 @@ class Chunk:
     def __post_init__(self) -> None:
         if not self.parts:
             raise LayoutError(f"Chunk: {self.region} must have at least one part, got none")
-        if self.codec == IDENTITY and len(self.parts) != 1:
+        if self.codec != IDENTITY:
+            _check_parts(self)
+        elif len(self.parts) != 1:
             raise LayoutError(
-                f"Chunk: {self.region} must have one part under the codec {IDENTITY}, got "
+                f"Chunk: {self.region} must have 1 part under the codec {IDENTITY}, got "
                 f"{len(self.parts)}"
             )
         for part in self.parts:
@@ -143,6 +181,31 @@ class Chunk:
                     f"Chunk: {self.region} must have a stride for each dimension, got "
                     f"{part.strides}"
                 )
+
+
+def _check_parts(chunk: Chunk) -> None:
+    """Check that a chunk has the parts that its codec makes an element of."""
+    if chunk.codec not in CODECS:
+        raise LayoutError(
+            f"Chunk: codec must be one of {', '.join((IDENTITY, *CODECS))}, got {chunk.codec}"
+        )
+    kinds, _ = CODECS[chunk.codec]
+    where = f"Chunk: {chunk.region}"
+    if len(chunk.parts) != len(kinds):
+        count = f"{len(kinds)} part" + "s" * (len(kinds) > 1)
+        raise LayoutError(
+            f"{where} must have {count} under the codec {chunk.codec}, got {len(chunk.parts)}"
+        )
+    for part, allowed in zip(chunk.parts, kinds, strict=True):
+        if part.dtype.name not in allowed:
+            raise LayoutError(
+                f"{where} must have a part of {' or '.join(sorted(allowed))} under the codec "
+                f"{chunk.codec}, got {part.dtype}"
+            )
+    if chunk.codec == SCALED:
+        strides = chunk.parts[1].strides
+        if strides is None or any(strides):
+            raise LayoutError(f"{where} must have one scale, of strides 0, got strides {strides}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +278,9 @@ class Manifest:
         outer = region if isinstance(region, Box) else region.within
         if outer.ndim != whole.ndim or not whole.covers(outer):
             raise LayoutError(f"{spec}: a chunk must lie inside {whole}, got {outer}")
+        if chunk.codec != IDENTITY and spec.dtype.name not in CODECS[chunk.codec][1]:
+            made = " or ".join(sorted(CODECS[chunk.codec][1]))
+            raise LayoutError(f"{spec}: the codec {chunk.codec} makes {made}, got {spec.dtype}")
         for part in chunk.parts:
             if not 0 <= part.extent.file < len(self.files):
                 raise LayoutError(

@@ -2,7 +2,8 @@
 
 Pure integer arithmetic: no I/O, no torch, no clock. A plan proves before anything moves that
 
-1. every destination tensor has a source of the same name, slot, dtype and logical shape;
+1. every destination tensor has a source of the same name, slot, dtype and logical shape, read
+   by a codec or not, and is written without one;
 2. every destination element is written exactly once, and comes from exactly one source element
    (rows of vocabulary padding that the source doesn't have are zero, and counted);
 3. every source tensor is used, or named by the caller as left out (rows of padding that the
@@ -22,9 +23,10 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from ckpttools.dtypes import DType
 from ckpttools.errors import PlanError
 from ckpttools.layout.box import Box, row_major_strides
-from ckpttools.manifest import Chunk, Manifest, TensorSpec, boxes_of
+from ckpttools.manifest import IDENTITY, SCALED, Chunk, Manifest, TensorSpec, boxes_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,7 +39,8 @@ class Pieces:
     """The boxes of one tensor's chunks on one side, as columns (n pieces, d dims, p parts).
 
     ``start_bytes`` is where a piece's first element lies in its file, ``strides_bytes`` how far
-    the next element along each dimension lies from it.
+    the next element along each dimension lies from it. ``dtypes`` are those of the parts, of which
+    ``codec`` makes an element.
     """
 
     offsets: Ints  # (n, d)
@@ -46,10 +49,16 @@ class Pieces:
     file: Ints  # (n, p)
     start_bytes: Ints  # (n, p)
     strides_bytes: Ints  # (n, p, d)
-    itemsizes: tuple[int, ...]  # (p,)
+    dtypes: tuple[DType, ...]  # (p,)
+    codec: str = IDENTITY
 
     def __len__(self) -> int:
         return len(self.offsets)
+
+    @property
+    def itemsizes(self) -> tuple[int, ...]:
+        """The bytes of one value of each part."""
+        return tuple(dtype.itemsize for dtype in self.dtypes)
 
     def box(self, i: int) -> Box:
         """Return piece ``i`` as a box in the tensor's index space."""
@@ -76,13 +85,14 @@ class Strided:
 class CopyOp:
     """Copy one box of one tensor: all that an executor ever does.
 
-    Several ``srcs`` or ``dsts`` are the parts of one value (see the codec of the chunk).
+    Several ``srcs`` are the parts of one value, which ``codec`` makes of them.
     """
 
     tensor: tuple[str, str]
     box: Box
     srcs: tuple[Strided, ...]
     dsts: tuple[Strided, ...]
+    codec: str = IDENTITY
 
     @property
     def cost_bytes(self) -> int:
@@ -120,6 +130,7 @@ class TensorPlan:
                     box=overlap,
                     srcs=_strided(self.src, i, overlap),
                     dsts=_strided(self.dst, j, overlap),
+                    codec=self.src.codec,
                 )
 
 
@@ -193,7 +204,7 @@ def make_plan(src: Manifest, dst: Manifest, *, left_out: Collection[tuple[str, s
         if key not in src_index:
             raise PlanError(f"{key[0]} ({key[1]}): must have a source, got none")
         i = src_index[key]
-        _check_kept(src.tensors[i], dst.tensors[j], (*src_chunks[i], *dst_chunks[j]))
+        _check_kept(src.tensors[i], dst.tensors[j], dst_chunks[j])
         primaries = [c for c in src_chunks[i] if c.replica_id == 0]
         plans.append(
             _plan_tensor(
@@ -206,17 +217,18 @@ def make_plan(src: Manifest, dst: Manifest, *, left_out: Collection[tuple[str, s
     return Plan(src, dst, tuple(plans), tuple(k for k in src_index if k not in dst_index))
 
 
-def _check_kept(src_spec: TensorSpec, dst_spec: TensorSpec, chunks: Collection[Chunk]) -> None:
-    """Check that both sides are one tensor, stored in one way: copies don't convert."""
+def _check_kept(src_spec: TensorSpec, dst_spec: TensorSpec, dst_chunks: Collection[Chunk]) -> None:
+    """Check that both sides are one tensor, and that its elements are written as they are."""
     if (src_spec.dtype, src_spec.shape) != (dst_spec.dtype, dst_spec.shape):
         raise PlanError(
             f"{dst_spec}: must keep dtype and shape, got {src_spec.dtype} {src_spec.shape} to "
             f"{dst_spec.dtype} {dst_spec.shape}"
         )
-    kinds = dict.fromkeys((c.codec, *(part.dtype.name for part in c.parts)) for c in chunks)
-    if len(kinds) > 1:
-        texts = [" ".join(kind) for kind in kinds]
-        raise PlanError(f"{dst_spec}: must be stored in one way, got {' and '.join(texts)}")
+    for chunk in dst_chunks:
+        if chunk.codec != IDENTITY:
+            raise PlanError(
+                f"{dst_spec}: must be written under the codec {IDENTITY}, got {chunk.codec}"
+            )
 
 
 def _plan_tensor(
@@ -288,33 +300,35 @@ def pieces(chunks: Collection[Chunk], *, ndim: int) -> Pieces:
     """Turn chunks of one tensor into columns, cutting flat ranges into boxes.
 
     Raises:
-        PlanError: chunks differ in their parts.
+        PlanError: chunks differ in their codec or the dtypes of their parts.
     """
-    rows = [row for chunk in chunks for row in _piece_rows(chunk)]
-    itemsizes = rows[0][4] if rows else ()
-    if odd := [row for row in rows if row[4] != itemsizes]:
+    ways = dict.fromkeys((c.codec, tuple(part.dtype for part in c.parts)) for c in chunks)
+    if len(ways) > 1:
+        texts = [" ".join((codec, *map(str, kinds))) for codec, kinds in ways]
         raise PlanError(
-            f"{odd[0][0]}: the chunks of a tensor must have the same parts, got elements of "
-            f"{odd[0][4]} and {itemsizes} bytes"
+            f"{next(iter(chunks)).region}: the chunks of a tensor must be stored in one way, got "
+            f"{' and '.join(texts)}"
         )
-    n, p = len(rows), len(itemsizes)
+    codec, dtypes = next(iter(ways), (IDENTITY, ()))
+    rows = [row for chunk in chunks for row in _piece_rows(chunk)]
+    n, p = len(rows), len(dtypes)
     return Pieces(
         offsets=np.array([r[0].offsets for r in rows], dtype=np.int64).reshape(n, ndim),
         lengths=np.array([r[0].lengths for r in rows], dtype=np.int64).reshape(n, ndim),
-        replica=np.array([r[5] for r in rows], dtype=np.int64).reshape(n),
+        replica=np.array([r[4] for r in rows], dtype=np.int64).reshape(n),
         file=np.array([r[1] for r in rows], dtype=np.int64).reshape(n, p),
         start_bytes=np.array([r[2] for r in rows], dtype=np.int64).reshape(n, p),
         strides_bytes=np.array([r[3] for r in rows], dtype=np.int64).reshape(n, p, ndim),
-        itemsizes=itemsizes,
+        dtypes=dtypes,
+        codec=codec,
     )
 
 
-_Row = tuple[Box, list[int], list[int], list[tuple[int, ...]], tuple[int, ...], int]
+_Row = tuple[Box, list[int], list[int], list[tuple[int, ...]], int]
 
 
 def _piece_rows(chunk: Chunk) -> Iterator[_Row]:
-    """Yield a row per box of a chunk: box, file, start, strides (bytes), itemsizes, replica."""
-    itemsizes = tuple(part.dtype.itemsize for part in chunk.parts)
+    """Yield a row per box of a chunk: box, file, start, strides (bytes), replica."""
     done = 0
     for box in boxes_of(chunk.region):
         starts, strides = [], []
@@ -325,7 +339,25 @@ def _piece_rows(chunk: Chunk) -> Iterator[_Row]:
         done += box.numel
         if box.numel:
             files = [part.extent.file for part in chunk.parts]
-            yield box, files, starts, strides, itemsizes, chunk.replica_id
+            yield box, files, starts, strides, chunk.replica_id
+
+
+def same_bytes(a: Pieces, b: Pieces) -> bool:
+    """Say whether the first part of both sides is the same bytes, where both hold an element."""
+    if not len(a) or not len(b) or a.dtypes[0] != b.dtypes[0]:
+        return False
+    pairs, _ = _intersect(a, b)
+    i, j = pairs[:, 0], pairs[:, 1]
+    low = np.maximum(a.offsets[i], b.offsets[j])
+    high = np.minimum(a.offsets[i] + a.lengths[i], b.offsets[j] + b.lengths[j])
+    a_strides, b_strides = a.strides_bytes[i, 0], b.strides_bytes[j, 0]
+    a_starts = a.start_bytes[i, 0] + ((low - a.offsets[i]) * a_strides).sum(axis=1)
+    b_starts = b.start_bytes[j, 0] + ((low - b.offsets[j]) * b_strides).sum(axis=1)
+    return bool(
+        (a.file[i, 0] == b.file[j, 0]).all()
+        and (a_starts == b_starts).all()
+        and ((a_strides == b_strides) | (high - low == 1)).all()
+    )
 
 
 def _strided(side: Pieces, i: int, box: Box) -> tuple[Strided, ...]:
@@ -349,15 +381,19 @@ def _shared_bytes(tensor: TensorPlan) -> int:
     rows = min(spec.padding_rows, tensor.dst_spec.padding_rows)
     if rows:
         numel += rows * prod(spec.shape[1:])
+    if tensor.src.codec == SCALED:  # a scale for each piece
+        value, scale = tensor.src.itemsizes
+        return numel * value + len(tensor.src) * scale
     return numel * sum(tensor.src.itemsizes or (spec.dtype.itemsize,))
 
 
 def _op_json(op: CopyOp) -> dict[str, object]:
     """Return one copy as plain data."""
-    return {
+    document: dict[str, object] = {
         "tensor": list(op.tensor),
         "offsets": list(op.box.offsets),
         "lengths": list(op.box.lengths),
         "srcs": [[s.file, s.start_bytes, list(s.strides_bytes)] for s in op.srcs],
         "dsts": [[d.file, d.start_bytes, list(d.strides_bytes)] for d in op.dsts],
     }
+    return document if op.codec == IDENTITY else {**document, "codec": op.codec}

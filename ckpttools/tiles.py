@@ -5,6 +5,10 @@ where one row is over the bound, a piece of a row. A dense chunk of the tensor m
 run of its own bytes too, so a tile is read and written by one system call per chunk that it
 meets, each byte once, however the two sides are cut. What remains is a copy inside memory, and
 only where a chunk is narrower than the tile.
+
+A chunk under a codec is read part by part into the scratch, and its elements are made there: as
+many at a time as there is room for, so a tile never needs more memory than its own and the
+scratch.
 """
 
 from __future__ import annotations
@@ -16,8 +20,10 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from ckpttools.codecs import decode
 from ckpttools.errors import PlanError
 from ckpttools.layout.box import Box
+from ckpttools.manifest import IDENTITY
 from ckpttools.plan import Pieces
 from ckpttools.storage.local import FilePool
 
@@ -69,6 +75,9 @@ def read_tile(pool: FilePool, pieces: Pieces, box: Box, out: Tile, scratch: memo
     Elements of ``box`` that no piece holds are left as they are. ``scratch`` is at least as long
     as ``out``.
     """
+    if pieces.codec != IDENTITY:
+        _read_decoded(pool, pieces, box, out, scratch)
+        return
     for file, start, strides, place in _regions(pieces, box):
         _read_region(pool, file, start, strides, _view(out, place), scratch)
 
@@ -76,7 +85,13 @@ def read_tile(pool: FilePool, pieces: Pieces, box: Box, out: Tile, scratch: memo
 def write_tile(
     pool: FilePool, pieces: Pieces, box: Box, tile: Tile, scratch: memoryview, on_write: OnWrite
 ) -> None:
-    """Write the elements of ``tile`` (which is ``box``) to every piece that holds some of them."""
+    """Write the elements of ``tile`` (which is ``box``) to every piece that holds some of them.
+
+    Raises:
+        PlanError: the pieces are not written as elements are, but under a codec.
+    """
+    if pieces.codec != IDENTITY:
+        raise PlanError(f"codec: what is written must be {IDENTITY}, got {pieces.codec}")
     for file, start, strides, place in _regions(pieces, box):
         _write_region(pool, file, start, strides, _view(tile, place), scratch, on_write)
 
@@ -84,9 +99,9 @@ def write_tile(
 _Region = tuple[int, int, tuple[int, ...], tuple[slice, ...]]
 
 
-def _regions(pieces: Pieces, box: Box) -> Iterator[_Region]:
+def _regions(pieces: Pieces, box: Box, part: int = 0) -> Iterator[_Region]:
     """Yield what each piece shares with ``box``: file, first byte, strides, place in the tile."""
-    rows = _rows(pieces)
+    rows = _rows(pieces, part)
     if len(rows) > _FEW:
         rows = [rows[i] for i in pieces.overlapping(box).tolist()]
     begin, end = box.offsets, box.stops
@@ -105,9 +120,9 @@ _FEW = 16
 _Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-@lru_cache(maxsize=16)
-def _rows(pieces: Pieces) -> list[_Row]:
-    """Return each piece's file, first byte, strides, offsets and stops, as plain numbers.
+@lru_cache(maxsize=32)
+def _rows(pieces: Pieces, part: int) -> list[_Row]:
+    """Return file, first byte, strides, offsets and stops of a part of each piece, as numbers.
 
     The tiles of a tensor follow each other, so a few tensors' rows are all that is ever in use.
     """
@@ -116,14 +131,73 @@ def _rows(pieces: Pieces) -> list[_Row]:
     return [
         (file, start, tuple(strides), tuple(offsets), tuple(stops))
         for file, start, strides, offsets, stops in zip(
-            pieces.file[:, 0].tolist(),
-            pieces.start_bytes[:, 0].tolist(),
-            pieces.strides_bytes[:, 0].tolist(),
+            pieces.file[:, part].tolist(),
+            pieces.start_bytes[:, part].tolist(),
+            pieces.strides_bytes[:, part].tolist(),
             pieces.offsets.tolist(),
             (pieces.offsets + pieces.lengths).tolist(),
             strict=True,
         )
     ]
+
+
+_LEAST_SCRATCH = 1 << 10
+"""Bytes in which the parts of any one element have room."""
+
+_Source = tuple[int, int, Sequence[int]]
+"""One part of a region: file, first byte, strides."""
+
+
+def _read_decoded(pool: FilePool, pieces: Pieces, box: Box, out: Tile, scratch: memoryview) -> None:
+    """Fill ``out`` from pieces under a codec."""
+    if len(scratch) < _LEAST_SCRATCH:
+        scratch = memoryview(bytearray(_LEAST_SCRATCH))
+    parts = [_regions(pieces, box, part) for part in range(len(pieces.dtypes))]
+    for regions in zip(*parts, strict=True):
+        sources = [(file, start, strides) for file, start, strides, _ in regions]
+        _decode_region(pool, pieces, sources, _view(out, regions[0][3]), scratch)
+
+
+def _decode_region(
+    pool: FilePool,
+    pieces: Pieces,
+    sources: Sequence[_Source],
+    out: Tile,
+    scratch: memoryview,
+) -> None:
+    """Read the parts of a region side by side into the scratch and decode them, or its halves.
+
+    A part that is no run in its file needs as much scratch again. What doesn't move along a
+    dimension (a scale) is read once.
+    """
+    if not out.size:
+        return
+    views, need, runs = [], 0, True
+    for (_, _, strides), itemsize in zip(sources, pieces.itemsizes, strict=True):
+        shape = tuple(n if step else 1 for n, step in zip(out.shape, strides, strict=True))
+        runs = runs and _is_run(strides, shape, itemsize)
+        start = -(-need // _ALIGNMENT) * _ALIGNMENT
+        views.append((shape, start))
+        need = start + prod(shape) * itemsize
+    if need > (len(scratch) if runs else len(scratch) // 2) and out.size > 1:
+        dim = _cut_dim(out.shape)
+        half = out.shape[dim] // 2
+        moved = [(file, start + half * steps[dim], steps) for file, start, steps in sources]
+        first, second = _halves(out, dim, half)
+        _decode_region(pool, pieces, sources, first, scratch)
+        _decode_region(pool, pieces, moved, second, scratch)
+        return
+    values = []
+    for (file, start, strides), (shape, at), dtype in zip(
+        sources, views, pieces.dtypes, strict=True
+    ):
+        value = np.ndarray(shape, carrier(dtype.itemsize), scratch, offset=at)
+        _read_region(pool, file, start, strides, value, scratch[need:])
+        values.append(value)
+    decode(pieces.codec, pieces.dtypes, values, out)
+
+
+_ALIGNMENT = 8
 
 
 def _view(tile: Tile, place: tuple[slice, ...]) -> Tile:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ckpttools.api import ReadOptions, Resources, Selection
+from ckpttools.api import ACCEPTABLE_LOSSES, ReadOptions, Resources, Selection
 
 Command = Callable[..., Any]
 
@@ -50,6 +50,9 @@ def reading_options(command: Command) -> Command:
             rules_path=given.pop("rules_path"),
             vocab_size=given.pop("vocab_size"),
             accept_loss=frozenset(given.pop("accept_loss")),
+            names_path=given.pop("names_path"),
+            model_path=given.pop("model_path"),
+            adam_w_mode=given.pop("adam_w_mode"),
         )
         return command(*args, format=given.pop("format_"), options=options, **given)
 
@@ -61,9 +64,27 @@ def reading_options(command: Command) -> Command:
         click.option("--layout", metavar="NAME", help="The layout variant, where several fit."),
         click.option(
             "--accept-loss",
-            type=click.Choice(["optimizer", "extra_state"]),
+            type=click.Choice(sorted(ACCEPTABLE_LOSSES)),
             multiple=True,
             help="Go on without what the source lacks or no target can hold.",
+        ),
+        click.option(
+            "--names",
+            "names_path",
+            metavar="FILE",
+            help="Names of the parameters (JSON), where a file only numbers them.",
+        ),
+        click.option(
+            "--model",
+            "model_path",
+            metavar="FILE",
+            help="The model's weights, where the optimizer's file lacks them.",
+        ),
+        click.option(
+            "--adam-w-mode/--l2-mode",
+            "adam_w_mode",
+            default=None,
+            help="How weight decay was done, where no file tells.",
         ),
     )
 

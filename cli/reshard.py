@@ -47,6 +47,11 @@ class _BucketSize(click.ParamType[int | Literal["none"]]):
     metavar="N",
     help="Elements in a bucket, or 'none' for one.",
 )
+@click.option(
+    "--masters",
+    type=click.Choice(["stored", "remainders"]),
+    help="How the run to come keeps masters of bfloat16 weights.",
+)
 @selection_options
 @conversion_options
 def reshard(
@@ -61,6 +66,7 @@ def reshard(
     dp: int | None,
     world: int | None,
     bucket_size: int | Literal["none"] | None,
+    masters: Literal["stored", "remainders"] | None,
     *,
     as_json: bool,
     verbose: bool,
@@ -84,6 +90,7 @@ def reshard(
         dp=dp,
         world=world,
         bucket_size=bucket_size,
+        masters=masters,
     )
     with progress() as stage:
         report = api.reshard(src, dst, target=target, to=to, stage=stage, **conversion)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,20 @@ import numpy as np
 import oracle_megatron as oracle
 import pytest
 import torch
+from coded_tensors import BF16, F16, F32, Store, expected, random_bits
 
 from ckpttools import api, codecs
-from ckpttools.api import Target
-from ckpttools.errors import EvidenceError
+from ckpttools.api import Resources, Target
+from ckpttools.errors import EvidenceError, LayoutError, ReplicaError
+from ckpttools.evidence import check_casts, check_replicas
 from ckpttools.layout import megatron as formula
+from ckpttools.layout.box import Box
+from ckpttools.layout.flat import FlatRange
 from ckpttools.layout.megatron import BufferParam, Cuts, buffer_layout
+from ckpttools.manifest import IDENTITY, MASTER, WEIGHT, Manifest, TensorSpec
 
 CASES = [case.name for case in oracle.cases()]
-BF16 = [case.name for case in oracle.cases() if case.dtype == "bf16"]
+BF16_CASES = [case.name for case in oracle.cases() if case.dtype == "bf16"]
 GQA = [case.name for case in oracle.cases("gqa")]
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -75,7 +82,7 @@ def test_files_whose_weights_share_no_storage_are_understood_by_their_sizes_and_
         api.reshard(root, tmp_path / "other")
 
 
-@pytest.mark.parametrize("name", BF16)
+@pytest.mark.parametrize("name", BF16_CASES)
 def test_truncation_in_place_of_rounding_fails_on_every_real_bf16_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,3 +219,148 @@ def test_without_the_cross_check_a_wrong_master_passes_and_the_report_says_what_
     assert report.skipped == ("weights against masters (--no-cross-check)",)
     assert not any("masters" in line for line in report.proof)
     assert not api.verify(tmp_path / "out").ok
+
+
+# --- how weights were rounded, and masters in parts -----------------------------------------
+
+SHAPE = (5, 7)
+WHOLE = Box.whole(SHAPE)
+SMALL = Resources(budget_bytes=3 * 4096, workers=1)
+
+
+def ties(seed: int) -> np.ndarray:
+    """Return masters that lie in the middle between two numbers of bfloat16."""
+    bits = np.random.default_rng(seed).integers(0x3A00, 0x4700, SHAPE).astype("<u4")
+    return bits << np.uint32(16) | np.uint32(0x8000)
+
+
+def weights_and_masters(root: Path, rules: Sequence[str], **objects: object) -> Manifest:
+    """Store a weight for each rule, rounded by it from a master of ties."""
+    store = Store(root)
+    for number, rule in enumerate(rules):
+        name, masters = f"w{number}", ties(number)
+        store.add(
+            TensorSpec(name, WEIGHT, BF16, SHAPE), "widened_bf16", [expected(rule, [masters])]
+        )
+        store.chunks[-1] = replace(store.chunks[-1], codec=IDENTITY)
+        store.add(TensorSpec(name, MASTER, F32, SHAPE), "identity", [masters])
+    return store.manifest(objects)
+
+
+@pytest.mark.parametrize(
+    ("stored", "named", "wrong"),
+    [
+        (["nearest_even"] * 2, None, 0),
+        (["half_away"] * 2, None, 2),
+        (["nearest_even"] * 2, ("half_away",), 2),
+        (["half_away"] * 2, ("half_away",), 0),
+        (["half_away"] * 2, ("nearest_even", "half_away"), 0),
+        (["nearest_even"] * 2, ("nearest_even", "half_away"), 0),
+        (["nearest_even", "half_away"], ("nearest_even", "half_away"), 1),  # one must hold for all
+        (["half_away"] * 2, ["half_away"], 0),
+    ],
+)
+def test_one_of_the_rules_that_a_checkpoint_names_holds_for_all_its_weights(
+    stored: list[str], named: object, wrong: int, tmp_path: Path
+) -> None:
+    objects = {} if named is None else {"weight_rounding": named}
+    compared, failures = check_casts(weights_and_masters(tmp_path, stored, **objects), SMALL)
+    assert compared == 2
+    assert len(failures) == wrong
+
+
+def test_the_rule_that_fits_best_is_the_one_that_a_failure_is_told_of(tmp_path: Path) -> None:
+    both = ("nearest_even", "half_away")
+    made = weights_and_masters(tmp_path, ["half_away"] * 3 + ["nearest_even"], weight_rounding=both)
+    _, (failure,) = check_casts(made, SMALL)
+    assert str(failure).startswith(
+        "w3: the weight must be its master rounded half away from zero to bfloat16, got "
+    )
+
+
+def test_where_no_rule_is_known_nothing_is_compared_and_an_unknown_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    made = weights_and_masters(tmp_path, ["half_away"], weight_rounding=())
+    assert check_casts(made, SMALL) == (0, [])
+    message = f"{tmp_path}: weight_rounding must be of nearest_even, half_away, got 'up'"
+    with pytest.raises(LayoutError, match=re.escape(message)):
+        check_casts(replace(made, objects={"weight_rounding": ("up",)}), SMALL)
+
+
+def in_parts(root: Path, *, own: bool, flip: int = 0, rule: str = "half_away") -> Manifest:
+    """Store a weight and its master as remainders, beside the weight itself or a copy of it."""
+    store, masters = Store(root), ties(3)
+    hi, lo = expected("half_away", [masters]), (masters & 0xFFFF).astype("<u2")
+    store.add(TensorSpec("w", WEIGHT, BF16, SHAPE), "widened_bf16", [hi ^ np.uint16(flip)])
+    weight = replace(store.chunks[-1], codec=IDENTITY)
+    store.add(TensorSpec("w", MASTER, F32, SHAPE), "remainder", [hi, lo], cut())
+    masters_of = store.chunks[1:]
+    if own:  # the weight is whole, its master in pieces: parts of the same bytes
+        masters_of = []
+        at = weight.parts[0].extent.offset
+        for chunk in store.chunks[1:]:
+            extent = replace(chunk.parts[0].extent, offset=at)
+            high = replace(chunk.parts[0], extent=extent)
+            masters_of.append(replace(chunk, parts=(high, chunk.parts[1])))
+            at += extent.length
+    store.chunks[:] = [weight, *masters_of]
+    return store.manifest({"weight_rounding": (rule,)})
+
+
+def cut() -> list[FlatRange]:
+    return [FlatRange(0, 11, WHOLE), FlatRange(11, 24, WHOLE), FlatRange(24, 35, WHOLE)]
+
+
+def test_a_master_made_of_the_weights_own_bytes_is_no_evidence(tmp_path: Path) -> None:
+    for flip in (0, 1):  # whatever the bytes are
+        made = in_parts(tmp_path / f"own{flip}", own=True, flip=flip, rule="nearest_even")
+        assert check_casts(made, SMALL) == (0, [])
+
+
+def test_a_master_in_parts_of_other_bytes_is_evidence(tmp_path: Path) -> None:
+    assert check_casts(in_parts(tmp_path / "a", own=False), SMALL) == (1, [])
+    for number, options in enumerate(({"flip": 1}, {"rule": "nearest_even"})):
+        made = in_parts(tmp_path / f"b{number}", own=False, **options)  # type: ignore[arg-type]
+        compared, (failure,) = check_casts(made, SMALL)
+        assert compared == 1
+        assert failure.count > 5
+
+
+def test_a_master_of_the_weights_bytes_in_another_order_is_compared(tmp_path: Path) -> None:
+    made = in_parts(tmp_path, own=True)
+    weight, first, *rest = made.chunks
+    moved = replace(first.parts[0], extent=rest[0].parts[0].extent)
+    parts = (replace(moved, extent=replace(moved.extent, length=22)), first.parts[1])
+    wrong = replace(made, chunks=(weight, replace(first, parts=parts), *rest))
+    compared, failures = check_casts(wrong, SMALL)
+    assert compared == 1
+    assert failures
+
+
+@pytest.mark.parametrize(
+    ("way", "part"),
+    [("remainder", 0), ("remainder", 1), ("scaled_f16", 0), ("scaled_bf16", 1), ("half_away", 0)],
+)
+def test_copies_in_parts_are_compared_by_their_elements(
+    way: str, part: int, tmp_path: Path
+) -> None:
+    random, kinds = np.random.default_rng(5), {"half_away": BF16}
+    spec = TensorSpec("w", "exp_avg", kinds.get(way, F32), SHAPE)
+    first = {"scaled_f16": F16, "half_away": F32}.get(way, BF16)
+    parts = [random_bits(SHAPE, first, random) & 0x3FFF | 0x2000, ties(1)]
+    if way == "remainder":
+        parts[1] = parts[1].astype("<u2")
+    for flip in (0, 1):
+        store = Store(tmp_path / f"{flip}")
+        store.add(spec, way, parts[: 1 if way == "half_away" else 2])
+        odd = [p.copy() for p in parts[: 1 if way == "half_away" else 2]]
+        odd[part][0, 0] ^= flip << 15
+        store.chunks.append(store.chunk(0, way, odd, WHOLE, replica=1))
+        made = store.manifest()
+        if not flip:
+            assert check_replicas(made, SMALL) == 1
+            continue
+        message = r"w \(exp_avg\): copies must be equal, got \d+ elements .* between part0_0 and"
+        with pytest.raises(ReplicaError, match=message):
+            check_replicas(made, SMALL)

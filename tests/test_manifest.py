@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ckpttools.dtypes import dtype
+from ckpttools.dtypes import DType, dtype
 from ckpttools.errors import LayoutError, PlanError
 from ckpttools.layout.blocks import Blocks, shard_boxes
 from ckpttools.layout.box import Box
 from ckpttools.layout.flat import FlatRange
 from ckpttools.manifest import (
+    HALF_AWAY,
     MASTER,
+    NEAREST_EVEN,
+    REMAINDER,
+    REMAINDER_NEAREST_EVEN,
+    SCALED,
     WEIGHT,
+    WIDEN,
     Chunk,
     Extent,
     File,
@@ -29,7 +36,8 @@ from ckpttools.manifest import (
 )
 from ckpttools.plan import make_plan, pieces
 
-F32, BF16, I16, U8 = (dtype(name) for name in ("float32", "bfloat16", "int16", "uint8"))
+F32, BF16, F16 = dtype("float32"), dtype("bfloat16"), dtype("float16")
+I16, U8 = dtype("int16"), dtype("uint8")
 WHOLE = Box.whole((3, 5))
 
 
@@ -138,7 +146,7 @@ TOP, REST = WHOLE.split(0, 1)
         ),
         (
             lambda: Chunk(0, WHOLE, (Part(Extent(0, 0, 60), F32),) * 2),
-            "Chunk: [0:3, 0:5] must have one part under the codec identity, got 2",
+            "Chunk: [0:3, 0:5] must have 1 part under the codec identity, got 2",
         ),
         (
             lambda: Chunk(0, WHOLE, (Part(Extent(0, 0, 60), F32, (1,)),)),
@@ -212,36 +220,101 @@ def test_a_value_can_be_of_two_parts_in_two_files() -> None:
     box = Box((1, 0), (2, 5))
     parts = (Part(Extent(0, 4, 20), BF16), Part(Extent(1, 6, 20), I16))
     top = (Part(Extent(0, 24, 10), BF16), Part(Extent(1, 26, 10), I16))
-    chunks = [Chunk(0, box, parts, "bf16+int16"), Chunk(0, TOP, top, "bf16+int16")]
+    chunks = [Chunk(0, box, parts, REMAINDER), Chunk(0, TOP, top, REMAINDER)]
     made = manifest([spec()], chunks, 34, 36)
     columns = pieces(made.chunks, ndim=2)
+    assert (columns.codec, columns.dtypes) == ("bf16_remainder", (BF16, I16))
     assert columns.itemsizes == (2, 2)
     assert columns.file.tolist() == [[0, 1], [0, 1]]
     assert columns.start_bytes.tolist() == [[4, 6], [24, 26]]
     assert columns.strides_bytes.tolist() == [[[10, 2], [10, 2]]] * 2
     assert columns.offsets.tolist() == [[1, 0], [0, 0]]
-    plan = make_plan(made, made)
+    plan = make_plan(made, whole_of((3, 5)))
     assert [(len(op.srcs), op.cost_bytes) for op in plan.ops()] == [(2, 40), (2, 20)]
     assert plan.read_bytes == plan.write_bytes == 60
 
 
-def test_a_copy_never_converts_so_one_part_is_not_planned_from_two() -> None:
+def test_a_value_is_never_written_in_parts() -> None:
     parts = (Part(Extent(0, 0, 30), BF16), Part(Extent(1, 0, 30), I16))
-    two = manifest([spec()], [Chunk(0, WHOLE, parts, "bf16+int16")], 30, 30)
-    message = (
-        "w (weight): must be stored in one way, got identity float32 and bf16+int16 bfloat16 int16"
-    )
-    with pytest.raises(PlanError, match=re.escape(message)):
-        make_plan(whole_of((3, 5)), two)
-    with pytest.raises(PlanError, match="must be stored in one way"):
-        make_plan(two, whole_of((3, 5)))
+    two = manifest([spec()], [Chunk(0, WHOLE, parts, REMAINDER)], 30, 30)
+    message = "w (weight): must be written under the codec identity, got bf16_remainder"
+    for source in (whole_of((3, 5)), two):
+        with pytest.raises(PlanError, match=re.escape(message)):
+            make_plan(source, two)
 
 
 def test_chunks_of_other_parts_are_not_mixed_in_one_column() -> None:
-    two = Chunk(0, TOP, (Part(Extent(0, 0, 10), BF16), Part(Extent(0, 0, 10), I16)), "bf16+int16")
-    message = "the chunks of a tensor must have the same parts, got elements of (2, 2) and (4,)"
+    two = Chunk(0, TOP, (Part(Extent(0, 0, 10), BF16), Part(Extent(0, 0, 10), I16)), REMAINDER)
+    message = (
+        "[1:3, 0:5]: the chunks of a tensor must be stored in one way, got identity float32 and "
+        "bf16_remainder bfloat16 int16"
+    )
     with pytest.raises(PlanError, match=re.escape(message)):
         pieces([dense(REST), two], ndim=2)
+    halves = [coded(WIDEN, (kind, None), region=r) for kind, r in ((BF16, TOP), (F16, REST))]
+    with pytest.raises(PlanError, match="got widened bfloat16 and widened float16"):
+        pieces(halves, ndim=2)
+
+
+def coded(
+    codec: str, *parts: tuple[DType, tuple[int, ...] | None], region: Region = WHOLE
+) -> Chunk:
+    """Return a chunk under a codec: all of its parts at the beginning of file 0."""
+    made = []
+    for kind, strides in parts:
+        size = part_bytes(region, Part(Extent(0, 0, 0), kind, strides))
+        made.append(Part(Extent(0, 0, size), kind, strides))
+    return Chunk(0, region, tuple(made), codec)
+
+
+@pytest.mark.parametrize(
+    ("codec", "parts", "kind"),
+    [
+        (REMAINDER, [(BF16, None), (I16, None)], F32),
+        (SCALED, [(F16, None), (F32, (0, 0))], F32),
+        (SCALED, [(BF16, (1, 3)), (F32, (0, 0))], F32),
+        (WIDEN, [(F16, None)], F32),
+        (WIDEN, [(BF16, None)], F32),
+        (HALF_AWAY, [(F32, None)], BF16),
+        (NEAREST_EVEN, [(F32, (1, 3))], BF16),
+        (REMAINDER_NEAREST_EVEN, [(BF16, None), (I16, (1, 3))], BF16),
+    ],
+)
+def test_each_codec_makes_its_dtype_of_its_parts_and_no_other(
+    codec: str, parts: list[tuple[DType, tuple[int, ...] | None]], kind: DType
+) -> None:
+    chunk = coded(codec, *parts)
+    made = Manifest("test", "", (File("f", 60),), (replace(spec(), dtype=kind),), (chunk,))
+    assert pieces(made.chunks, ndim=2).codec == codec
+    for other in {F32, BF16, F16, I16} - {kind}:
+        message = f"w (weight): the codec {codec} makes {kind}, got {other}"
+        with pytest.raises(LayoutError, match=re.escape(message)):
+            Manifest("test", "", made.files, (replace(spec(), dtype=other),), (chunk,))
+    odd = [(U8, strides) for _, strides in parts]
+    for i in range(len(parts)):
+        message = r"must have a part of \w+( or \w+)? under the codec " + codec + ", got uint8"
+        with pytest.raises(LayoutError, match=message):
+            coded(codec, *parts[:i], odd[i], *parts[i + 1 :])
+    for wrong in ([*parts, parts[0]], parts[1:]):
+        with pytest.raises(LayoutError, match=r"must have (1|2|at least one) parts?\b.*, got"):
+            coded(codec, *wrong)
+
+
+def test_a_scale_is_one_number_for_its_chunk_which_is_a_box() -> None:
+    one = coded(SCALED, (F16, None), (F32, (0, 0)))
+    assert one.parts[1].extent.length == 4
+    for strides in (None, (5, 1), (0, 1)):
+        message = f"must have one scale, of strides 0, got strides {strides}"
+        with pytest.raises(LayoutError, match=re.escape(message)):
+            coded(SCALED, (F16, None), (F32, strides))
+    with pytest.raises(LayoutError, match="must have one scale, of strides 0, got strides None"):
+        coded(SCALED, (F16, None), (F32, None), region=FlatRange(0, 7, WHOLE))
+    coded(SCALED, (F16, None), (F32, ()), region=Box.whole(()))
+
+
+def test_an_unknown_codec_is_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match=r"Chunk: codec must be one of identity, .*, got zip"):
+        coded("zip", (F32, None))
 
 
 def test_a_column_split_is_one_copy() -> None:

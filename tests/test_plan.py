@@ -32,8 +32,9 @@ from ckpttools.manifest import (
     Part,
     Region,
     TensorSpec,
+    part_bytes,
 )
-from ckpttools.plan import Plan, Strided, make_plan
+from ckpttools.plan import Pieces, Plan, Strided, make_plan, pieces, same_bytes
 from ckpttools.testing import tilings
 
 F32 = dtype("float32")
@@ -342,3 +343,32 @@ def test_twenty_thousand_chunks_on_either_side_are_planned_in_seconds_and_little
     finally:
         tracemalloc.stop()
     assert peak_bytes < 50 << 20
+
+
+# --- the same bytes ------------------------------------------------------------------------------
+
+
+def side(*chunks: tuple[Region, int, tuple[int, ...] | None], file: int = 0) -> Pieces:
+    made = []
+    for region, offset, strides in chunks:
+        size = part_bytes(region, Part(Extent(0, 0, 0), F32, strides))
+        made.append(Chunk(0, region, (Part(Extent(file, offset, size), F32, strides),)))
+    return pieces(made, ndim=2)
+
+
+def test_bytes_are_the_same_however_they_are_cut_and_not_where_one_piece_lies_elsewhere() -> None:
+    box = Box.whole((3, 5))
+    one = side((box, 8, None))
+    ranges = [(FlatRange(a, b, box), 8 + 4 * a, None) for a, b in pairwise([0, 4, 11, 15])]
+    assert same_bytes(one, side(*ranges))
+    assert same_bytes(side(*ranges), one)
+    columns = [(Box((0, 0), (3, 2)), 8, (5, 1)), (Box((0, 2), (3, 3)), 16, (5, 1))]
+    assert same_bytes(one, side(*columns))
+    for i in range(3):
+        moved = [(r, at + 4 * (i == j), s) for j, (r, at, s) in enumerate(ranges)]
+        assert not same_bytes(one, side(*moved))
+    assert not same_bytes(one, side((box, 8, (1, 3))))
+    assert not same_bytes(one, side((box, 8, None), file=1))
+    assert not same_bytes(one, pieces([], ndim=2))
+    row = Box((0, 0), (1, 5))
+    assert same_bytes(side((row, 8, (99, 1))), side((row, 8, None)))  # along one element, any

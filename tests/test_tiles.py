@@ -238,7 +238,7 @@ def test_backward_strides_are_refused_before_anything_is_written(tmp_path: Path)
         side.file,
         side.start_bytes,
         np.array([[[-8, 4]]]),
-        side.itemsizes,
+        side.dtypes,
     )
     tile = np.ones((3, 2), dtype="<u4")
     with FilePool(str(tmp_path), ["a"], writable=True) as pool:

@@ -15,8 +15,11 @@ from typing import Literal, Protocol, runtime_checkable
 from ckpttools.errors import UsageError
 from ckpttools.manifest import Extent, Manifest
 
-ACCEPTABLE_LOSSES = frozenset({"optimizer", "extra_state"})
-"""What a user may allow to be lost: all optimizer state; modules' extra state (fp8 scales)."""
+ACCEPTABLE_LOSSES = frozenset({"optimizer", "extra_state", "bias_correction"})
+"""What a user may allow to be lost.
+
+All optimizer state; modules' extra state (fp8 scales); that bias correction was off.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,18 @@ class ReadOptions:
 
     ``layout`` names the layout variant, ``rules_path`` replaces the built-in rules,
     ``vocab_size`` is the true number of vocabulary rows, ``accept_loss`` names what may be lost.
+    ``names_path`` is a JSON file with the parameters' names where a file has only their numbers,
+    ``model_path`` a file with the model's weights by name. ``adam_w_mode`` says whether weight
+    decay was decoupled (AdamW) or added to the gradient (L2).
     """
 
     layout: str | None = None
     rules_path: str | None = None
     vocab_size: int | None = None
     accept_loss: frozenset[str] = frozenset()
+    names_path: str | None = None
+    model_path: str | None = None
+    adam_w_mode: bool | None = None
 
     def __post_init__(self) -> None:
         if unknown := self.accept_loss - ACCEPTABLE_LOSSES:
@@ -47,7 +56,10 @@ class Target:
     ``world`` is the number of ranks, from which the data-parallel size follows. ``bucket_size``
     counts elements; "none" asks for one bucket. ``vpp`` is the number of model chunks of a stage;
     where ``pp`` changes and it isn't named, there is one. ``first_stage_layers`` and
-    ``last_stage_layers`` are those of uneven stages.
+    ``last_stage_layers`` are those of uneven stages. ``masters`` says how the run that will load
+    the files keeps the masters of bfloat16 weights: ``stored`` as float32, or as ``remainders``
+    beside the weights, which then must be the masters rounded half away from zero. ``accept_loss``
+    names what the target need not hold.
     """
 
     tp: int | None = None
@@ -58,6 +70,8 @@ class Target:
     dp: int | None = None
     world: int | None = None
     bucket_size: int | Literal["none"] | None = None
+    masters: Literal["stored", "remainders"] | None = None
+    accept_loss: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +139,9 @@ class Draft:
     and ``lost`` say what of the source's other state is in the files and what is not, ``left_out``
     which tensors; ``plan`` says how the files are laid out, ``notes`` what else should be known.
     ``aliases`` are tensors that the Manifest leaves out because a reader of the files finds them
-    in the bytes of others; they are compared with the source as all others are.
+    in the bytes of others; they are compared with the source as all others are. ``source`` is the
+    source as another view of the same bytes, where the files were laid out from that: rounded or
+    widened by a named codec.
     """
 
     manifest: Manifest
@@ -139,6 +155,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()
     aliases: tuple[tuple[str, str], ...] = ()
+    source: Manifest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,14 +249,22 @@ class Format(Protocol):
 
 def registry() -> dict[str, Format]:
     """Return all formats by name."""
+    from ckpttools.formats.apex import ApexFormat
     from ckpttools.formats.consolidated import ConsolidatedFormat, ZarrFormat
     from ckpttools.formats.megatron import MegatronFormat
-    from ckpttools.formats.native import Zero1Format
+    from ckpttools.formats.native import Zero1Format, Zero2Format
+    from ckpttools.formats.native.chunked import ShardedFormat
+    from ckpttools.formats.nemo import NemoFormat, NemoLegacyFormat
 
     formats: tuple[Format, ...] = (
         MegatronFormat(),
         ConsolidatedFormat(),
         ZarrFormat(),
         Zero1Format(),
+        Zero2Format(),
+        ShardedFormat(),
+        ApexFormat(),
+        NemoFormat(),
+        NemoLegacyFormat(),
     )
     return {fmt.name: fmt for fmt in formats}
