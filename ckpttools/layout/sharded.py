@@ -1,10 +1,12 @@
 """How is a model's training state cut over the ranks of a sharded optimizer? The description.
 
 A :class:`ShardedLayout` is everything that fixes which element lies where: parameters with their
-tensor-parallel cuts, the model chunks of each pipeline stage, and Megatron's flat buffers
-(:mod:`ckpttools.layout.megatron`), of whose every bucket a data-parallel rank owns an equal
-contiguous piece. The training optimizer describes itself with it and the native sharded form
-stores it, so both get every place from :mod:`ckpttools.layout.sharded_pieces`.
+tensor-parallel cuts, the model chunks of each pipeline stage, and flat buffers, of whose every
+bucket a data-parallel rank owns an equal contiguous piece: Megatron's
+(:mod:`ckpttools.layout.megatron`) for ``zero1``, buckets of one size
+(:mod:`ckpttools.layout.fixed_buckets`) for ``zero2``. The training optimizer describes itself
+with it and the native sharded form stores it, so both get every place from
+:mod:`ckpttools.layout.sharded_pieces`.
 
 Ranks are numbered tensor ranks first, then data, then pipeline ranks:
 ``tp + TP * dp + TP * DP * pp``.
@@ -13,7 +15,7 @@ Ranks are numbered tensor ranks first, then data, then pipeline ranks:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -22,6 +24,7 @@ from ckpttools.errors import LayoutError
 from ckpttools.layout import pipeline
 from ckpttools.layout.blocks import local_shape, shard_boxes
 from ckpttools.layout.box import Box
+from ckpttools.layout.fixed_buckets import FixedBuckets, fill_buckets
 from ckpttools.layout.megatron import (
     BufferLayout,
     BufferParam,
@@ -31,9 +34,8 @@ from ckpttools.layout.megatron import (
     round_up,
 )
 from ckpttools.layout.rules import STAGES, Split
+from ckpttools.layout.slots import check_slots, whole_slots
 
-WEIGHT = "weight"
-MASTER = "fp32_param"
 MAX_DIMS = 32
 
 Kind = Literal["zero1", "zero2"]
@@ -44,6 +46,9 @@ ChunkKey = tuple[int, int]
 
 CutsKey = tuple[int, int, int, str]
 """Tensor rank, pipeline rank, model chunk and parameter dtype."""
+
+FillKey = tuple[int, int, str]
+"""Pipeline stage, model chunk and parameter dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +217,10 @@ class ShardedLayout:
     slots to the dtypes they are kept in. The master of a float32 parameter is its weight: it is
     no slot of its own.
 
+    A ``zero2`` layout has no cuts: ``fixed`` holds the size of buckets for each parameter dtype,
+    ``fills`` the order in which the buckets of a buffer are filled, where it isn't the reverse of
+    module order: groups of indices of ``params``, each of which begins a bucket.
+
     Raises:
         LayoutError: it contradicts itself.
     """
@@ -226,6 +235,8 @@ class ShardedLayout:
     cuts: Mapping[CutsKey, Cuts] = field(default_factory=dict)
     grad_dtypes: Mapping[str, str] = field(default_factory=dict)
     facts: ModelFacts = field(default_factory=ModelFacts)
+    fixed: Mapping[str, FixedBuckets] = field(default_factory=dict)
+    fills: Mapping[FillKey, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -235,6 +246,7 @@ class ShardedLayout:
         self._check_chunks()
         self._check_cuts()
         self._check_slots()
+        self._check_fills()
 
     def buffer_params(self, pp: int, vpp: int, dtype: str) -> tuple[int, ...]:
         """Return the indices of the parameters of one buffer, in module order."""
@@ -248,21 +260,25 @@ class ShardedLayout:
             LayoutError: the variant has no layout for these parameters.
         """
         mine = [self.params[i] for i in self.chunks[pp, vpp] if self.params[i].trainable]
+        kinds = dict.fromkeys(param.dtype for param in mine)
+        return {dtype: self._buffer(tp, pp, vpp, dtype) for dtype in kinds}
+
+    def _buffer(self, tp: int, pp: int, vpp: int, dtype: str) -> BufferLayout:
+        """Return the buffer of one dtype of a model chunk."""
         shared = self._shared_names()
-        return {
-            dtype: buffer_layout(
-                [
-                    BufferParam(p.name, prod(p.local_shape(self.topology.tp)), p.name in shared)
-                    for p in mine
-                    if p.dtype == dtype
-                ],
-                dp=self.topology.dp,
-                cuts=self.cuts.get((tp, pp, vpp, dtype), Cuts()),
-                variant=self.variant,
-                busbw=self.busbw,
-            )
-            for dtype in dict.fromkeys(param.dtype for param in mine)
-        }
+        indices = self.buffer_params(pp, vpp, dtype)
+        params = [
+            BufferParam(p.name, prod(p.local_shape(self.topology.tp)), p.name in shared)
+            for p in (self.params[i] for i in indices)
+        ]
+        dp = self.topology.dp
+        if self.kind == "zero2":
+            places = {index: place for place, index in enumerate(indices)}
+            fill = self.fills.get((pp, vpp, dtype), (tuple(reversed(indices)),))
+            groups = [[places[index] for index in group] for group in fill]
+            return fill_buckets(params, groups, self.fixed[dtype], dp=dp)
+        cuts = self.cuts.get((tp, pp, vpp, dtype), Cuts())
+        return buffer_layout(params, dp=dp, cuts=cuts, variant=self.variant, busbw=self.busbw)
 
     def stages(self) -> pipeline.Pipeline | None:
         """Return how many layers each model chunk has; None where stages are not known."""
@@ -294,6 +310,13 @@ class ShardedLayout:
     def master_is_weight(self, dtype: str) -> bool:
         """Say whether parameters of ``dtype`` have optimizer state whose master is the weight."""
         return dtype == "float32" and len(self.slots.get(dtype, {})) > 1
+
+    def as_zero1(self) -> ShardedLayout:
+        """Return it with Megatron's buffers: one bucket each, where it was ``zero2``."""
+        if self.kind == "zero1":
+            return self
+        slots = {dtype: whole_slots(mine) for dtype, mine in self.slots.items()}
+        return replace(self, kind="zero1", slots=slots, fixed={}, fills={})
 
     def _shared_names(self) -> frozenset[str]:
         """Return the parameters that lie on two stages: tied ones, where there are several."""
@@ -344,19 +367,30 @@ class ShardedLayout:
 
     def _check_slots(self) -> None:
         for dtype, slots in self.slots.items():
-            for slot, kind in slots.items():
-                if not slot or kind not in BY_NAME:
-                    raise LayoutError(
-                        f"layout: {dtype}: slot {slot!r} must have a dtype, got {kind!r}"
-                    )
-            if slots.get(WEIGHT) != dtype or (dtype == "float32" and MASTER in slots):
-                raise LayoutError(
-                    f"layout: {dtype}: slots must have the weight in {dtype}, and no master where "
-                    f"that is float32, got {', '.join(slots) or 'none'}"
-                )
+            check_slots(dtype, slots, parts=self.kind == "zero2")
         for param in self.params:
             if param.trainable and param.dtype not in self.slots:
                 raise LayoutError(f"{param.name}: slots must be known for {param.dtype}, got none")
+
+    def _check_fills(self) -> None:
+        if self.kind != "zero2":
+            if self.fixed or self.fills:
+                raise LayoutError("layout: zero1 has no buckets of one size, got a zero2 layout's")
+            return
+        if self.cuts or self.busbw:
+            raise LayoutError("layout: zero2 has buckets of one size, got a zero1 layout's cuts")
+        for param in self.params:
+            if param.trainable and param.dtype not in self.fixed:
+                raise LayoutError(
+                    f"{param.name}: the size of buckets must be known for {param.dtype}, got none"
+                )
+        for (pp, vpp, dtype), groups in self.fills.items():
+            filled = sorted(index for group in groups for index in group)
+            if (pp, vpp) not in self.chunks or filled != sorted(self.buffer_params(pp, vpp, dtype)):
+                raise LayoutError(
+                    f"layout: pp {pp}, vpp {vpp}, {dtype}: buckets must be filled with each "
+                    f"parameter of the buffer once, got {filled!r:.60}"
+                )
 
 
 def _content(param: ShardedParam) -> tuple[object, ...]:

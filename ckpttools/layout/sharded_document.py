@@ -12,10 +12,12 @@ from typing import TypeVar
 from ckpttools.errors import LayoutError
 from ckpttools.layout import pipeline
 from ckpttools.layout.blocks import Blocks
+from ckpttools.layout.fixed_buckets import FixedBuckets
 from ckpttools.layout.megatron import Cuts
 from ckpttools.layout.rules import Split
 from ckpttools.layout.sharded import (
     KINDS,
+    FillKey,
     Kind,
     ModelFacts,
     ShardedLayout,
@@ -51,6 +53,21 @@ def to_document(layout: ShardedLayout) -> dict[str, object]:
             "heads": facts.heads,
             "pipeline": {name: getattr(facts.pipeline, name) for name in _PIPELINE},
         },
+        **(_fill_document(layout) if layout.kind == "zero2" else {}),
+    }
+
+
+def _fill_document(layout: ShardedLayout) -> dict[str, object]:
+    """Return what only a zero2 layout has."""
+    return {
+        "fixed": {
+            dtype: {name: getattr(rule, name) for name in _FIXED}
+            for dtype, rule in layout.fixed.items()
+        },
+        "fills": [
+            {"pp": p, "vpp": v, "dtype": dtype, "groups": [list(group) for group in groups]}
+            for (p, v, dtype), groups in sorted(layout.fills.items())
+        ],
     }
 
 
@@ -60,7 +77,8 @@ def from_document(document: object, *, where: str) -> ShardedLayout:
     Raises:
         LayoutError: it is no layout, or one that contradicts itself.
     """
-    top = _Table(document, where, _LAYOUT)
+    fused = isinstance(document, Mapping) and document.get("kind") == "zero2"
+    top = _Table(document, where, [*_LAYOUT, "fixed", "fills"] if fused else _LAYOUT)
     topology = top.table("topology", _TOPOLOGY)
     facts = top.table("facts", _FACTS)
     split = facts.table("pipeline", _PIPELINE)
@@ -96,6 +114,35 @@ def from_document(document: object, *, where: str) -> ShardedLayout:
                 loss=split.flag("loss"),
             ),
         ),
+        fixed=_fixed(top) if fused else {},
+        fills=_fills(top) if fused else {},
+    )
+
+
+def _fixed(top: _Table) -> dict[str, FixedBuckets]:
+    """Return the size of buckets for each dtype."""
+    rules = top.mapping("fixed")
+    tables = {
+        dtype: _Table(rule, f"{top.where}: fixed: {dtype}", _FIXED) for dtype, rule in rules.items()
+    }
+    return {
+        dtype: FixedBuckets(**{name: table.natural(name) for name in _FIXED})
+        for dtype, table in tables.items()
+    }
+
+
+def _fills(top: _Table) -> dict[FillKey, tuple[tuple[int, ...], ...]]:
+    """Return the order in which buckets are filled, for each buffer that has one of its own."""
+    tables = [_Table(item, at, _FILL) for at, item in top.items("fills")]
+    return _unique(
+        (
+            (fill.natural("pp"), fill.natural("vpp"), fill.text("dtype")),
+            tuple(
+                _Table({"group": group}, at, ["group"]).naturals("group")
+                for at, group in fill.items("groups")
+            ),
+        )
+        for fill in tables
     )
 
 
@@ -116,6 +163,8 @@ _TOPOLOGY = ("tp", "pp", "vpp", "dp")
 _FACTS = ("vocab_divisor", "heads", "pipeline")
 _PIPELINE = ("first", "last", "embedding", "loss")
 _CHUNK = ("pp", "vpp", "params")
+_FIXED = ("cap_numel", "alignment")
+_FILL = ("pp", "vpp", "dtype", "groups")
 _CUTS = ("tp", "pp", "vpp", "dtype", "size", "after")
 _PARAM = [
     "name",

@@ -91,7 +91,11 @@ def buffer_pieces(
 
     ``params`` are the indices of the buffer's parameters in the layout, in module order.
     """
-    order = list(reversed(range(len(params))))  # buffers run against module order
+
+    def place(i: int) -> tuple[int, int]:
+        return buffer.starts[i], buffer.params[i].numel  # empty ones first: they share a start
+
+    order = sorted(range(len(params)), key=place)
     starts = [buffer.starts[i] for i in order]
     for bucket, (low, high) in enumerate(
         zip(buffer.bucket_starts, buffer.bucket_stops, strict=True)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ckpttools.errors import LayoutError
 from ckpttools.layout import pipeline
 from ckpttools.layout.blocks import Blocks
+from ckpttools.layout.fixed_buckets import FixedBuckets
 from ckpttools.layout.flat import FlatRange
 from ckpttools.layout.megatron import VARIANTS, Cuts
 from ckpttools.layout.rules import Split
@@ -62,6 +63,22 @@ def params(draw: st.DrawFn, tp: int, name: str) -> ShardedParam:
 
 
 @st.composite
+def fills(
+    draw: st.DrawFn, model: list[ShardedParam], chunks: dict[tuple[int, int], tuple[int, ...]]
+) -> dict[tuple[int, int, str], tuple[tuple[int, ...], ...]]:
+    """Draw an order of filling for some buffers, some of it in buckets of its own."""
+    found = {}
+    for (pp, vpp), chunk in chunks.items():
+        for dtype in SLOTS:
+            mine = [i for i in chunk if model[i].trainable and model[i].dtype == dtype]
+            if mine and draw(st.booleans()):
+                order = draw(st.permutations(mine))
+                at = draw(st.integers(0, len(mine)))
+                found[pp, vpp, dtype] = (tuple(order[:at]), tuple(order[at:]))
+    return found
+
+
+@st.composite
 def layouts(draw: st.DrawFn) -> ShardedLayout:
     topology = Topology(
         tp=draw(st.integers(1, 3)),
@@ -77,6 +94,16 @@ def layouts(draw: st.DrawFn) -> ShardedLayout:
         model.append(replace(model[0], name="copy", tied_to="p0"))
         homes.append(draw(st.sampled_from(keys)))
     chunks = {key: tuple(i for i, home in enumerate(homes) if home == key) for key in keys}
+    if draw(st.booleans()):
+        return ShardedLayout(
+            "zero2",
+            topology,
+            tuple(model),
+            chunks,
+            SLOTS,
+            fixed={dtype: FixedBuckets(draw(st.integers(1, 200)), 16) for dtype in SLOTS},
+            fills=draw(fills(model, chunks)),
+        )
     cuts = {
         (tp, *key, dtype): Cuts(draw(st.integers(1, 200)))
         for tp in range(topology.tp)
@@ -161,7 +188,7 @@ def test_a_layout_comes_back_equal_from_its_document(layout: ShardedLayout) -> N
 
 def test_a_layout_with_every_fact_comes_back_equal() -> None:
     layout = ShardedLayout(
-        "zero2",
+        "zero1",
         Topology(tp=2, pp=2, dp=3),
         (
             ShardedParam(
@@ -188,6 +215,15 @@ def test_a_layout_with_every_fact_comes_back_equal() -> None:
         grad_dtypes={"bfloat16": "float32"},
         facts=ModelFacts(16, 4, pipeline.Split(first=1, last=2)),
     )
+    fused = replace(
+        layout,
+        kind="zero2",
+        busbw=False,
+        cuts={},
+        fixed={"bfloat16": FixedBuckets(600, 32)},
+        fills={(0, 0, "bfloat16"): ((0,),)},
+    )
+    assert from_document(json.loads(json.dumps(to_document(fused))), where="here") == fused
     document = json.loads(json.dumps(to_document(layout)))
     again = from_document(document, where="here")
     assert again == layout
@@ -250,6 +286,8 @@ def test_buffers_follow_the_variant_and_the_first_seen_order_of_dtypes() -> None
 
 W = ShardedParam("w", (8, 2), "float32", Split(0, Blocks((1, 1))))
 V = ShardedParam("v", (8, 2), "float32")
+RULE = FixedBuckets(600, 32)
+FUSED: dict[str, object] = {"kind": "zero2", "fixed": {"float32": RULE}}
 LAYOUT = ShardedLayout("zero1", Topology(tp=2), (W, V), {(0, 0): (0, 1)}, SLOTS)
 
 
@@ -274,6 +312,14 @@ LAYOUT = ShardedLayout("zero1", Topology(tp=2), (W, V), {(0, 0): (0, 1)}, SLOTS)
             "no master where that is float32",
         ),
         ({"slots": {"float32": {"weight": "float32", "m": "f"}}}, "'m' must have a dtype, got 'f'"),
+        ({"fixed": {"float32": RULE}}, "zero1 has no buckets of one size, got a zero2 layout's"),
+        ({"kind": "zero2"}, "w: the size of buckets must be known for float32, got none"),
+        ({**FUSED, "busbw": True}, "zero2 has buckets of one size, got a zero1 layout's cuts"),
+        (
+            {**FUSED, "fills": {(0, 0, "float32"): ((0,),)}},
+            "float32: buckets must be filled with each parameter of the buffer once, got .0.",
+        ),
+        ({**FUSED, "fills": {(1, 0, "float32"): ()}}, "pp 1, vpp 0, float32: buckets must be"),
     ],
 )
 def test_a_layout_that_contradicts_itself_is_refused(

@@ -17,7 +17,12 @@ from ckpttools.formats.consolidated.state import (
 from ckpttools.manifest import WEIGHT, Manifest, TensorSpec
 from ckpttools.storage.inert import Inert
 
-_COUNTERS = ("iteration", "num_floating_point_operations_so_far")
+_PLAIN = (
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "adam_w_mode",
+    "weight_rounding",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ def describe(source: Manifest, objects: Objects) -> dict[str, object]:
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "source": source.objects.get("gathered_from", origin),
-        **{key: source.objects[key] for key in _COUNTERS if key in source.objects},
+        **{key: source.objects[key] for key in _PLAIN if key in source.objects},
         "step": optimizer.get("step"),
         "param_groups": _groups(optimizer.get("param_groups"), names),
         "carried": list(objects.carried),
@@ -79,7 +84,7 @@ def carried_objects(source: Manifest) -> Objects:
             carried.append("optimizer: parameter groups with their settings, members and step")
         else:
             lost.append("optimizer: its parameter groups and step, since no state of it is written")
-    for key in _COUNTERS:
+    for key in _PLAIN:
         if key in source.objects:
             carried.append(key)
     for key in OBJECTS:

@@ -13,7 +13,13 @@ from ckpttools.storage.local import read_small_file
 from ckpttools.storage.sealed_json import parse_json, sha256
 
 _CRC = re.compile("[0-9a-f]{8}")
-_ENTRIES = ("iteration", "num_floating_point_operations_so_far", "step")
+_ENTRIES = (
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "step",
+    "adam_w_mode",
+    "weight_rounding",
+)
 
 
 def table(document: Mapping[str, object], key: str, where: str) -> dict[str, object]:

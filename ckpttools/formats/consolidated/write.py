@@ -53,7 +53,7 @@ def lay_out_directory(source: Manifest, target: Target, root: str) -> Draft:
     Raises:
         UsageError: a topology was named, which this form has not, or two tensors have one key.
     """
-    if target != Target():
+    if target != Target(accept_loss=target.accept_loss):
         raise UsageError("--to safetensors: whole tensors have no topology, got sizes for one")
     specs = [TensorSpec(s.name, s.slot, s.dtype, s.shape) for s in source.tensors]
     by_key: dict[str, TensorSpec] = {}

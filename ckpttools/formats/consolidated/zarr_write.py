@@ -30,7 +30,7 @@ def lay_out_store(source: Manifest, target: Target, root: str) -> Draft:
     Raises:
         UsageError: a topology was named, a name can't be a path, or zarr is not installed.
     """
-    if target != Target():
+    if target != Target(accept_loss=target.accept_loss):
         raise UsageError("--to zarr: whole tensors have no topology, got sizes for one")
     specs = [TensorSpec(s.name, s.slot, s.dtype, s.shape) for s in source.tensors]
     arrays = [array_layout(spec) for spec in specs]

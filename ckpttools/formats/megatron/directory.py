@@ -50,6 +50,8 @@ def looks_like_megatron(path: Path) -> bool:
     """Say whether the names under ``path`` are those of a Megatron ``torch`` checkpoint."""
     if not path.is_dir():
         return False
+    if any(True for name in _rank_names(path) for _ in (path / name).glob("*.ckpt")):
+        return False  # NeMo's rank directories have the same names
     if _ITERATION.fullmatch(path.name) and any(True for _ in _rank_names(path)):
         return True
     if any(True for _ in _rank_names(path)):

@@ -64,7 +64,7 @@ def restore(
         groups=groups,
         buffer_keys=carried.buffer_keys,
         slots=carried.slots,
-        buffers=_buffers(layout, run),
+        buffers=_buffers(layout.as_zero1(), run),
         cuts_from="the native form",
         optimizer_location=carried.optimizer_location,
         extra_states={

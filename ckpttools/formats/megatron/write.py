@@ -27,6 +27,7 @@ from ckpttools.formats.megatron.chunks import (
     local_shape_of,
 )
 from ckpttools.formats.megatron.directory import MODEL_FILE, OPTIMIZER_FILE, TRACKER, rank_name
+from ckpttools.formats.megatron.meaning import check_settings, rounded_as_megatron
 from ckpttools.formats.megatron.names import param_to_local, to_local
 from ckpttools.formats.megatron.restore import restore, stale_arguments
 from ckpttools.formats.megatron.state import (
@@ -52,10 +53,13 @@ def lay_out_checkpoint(source: Manifest, target: Target, root: str) -> Draft:
     Raises:
         UsageError: the target contradicts the model, or the source lacks what Megatron needs.
     """
+    told = check_settings(source.objects, target)
     state, notes = _state_of(source)
     state = selected(source, state)
     run, pipeline = target_run(state, target)
-    return replace(_Writer(source, state, run, pipeline, target).draft(root), notes=notes)
+    view = rounded_as_megatron(source)
+    draft = _Writer(view, state, run, pipeline, target).draft(root)
+    return replace(draft, notes=(*told, *notes), source=view if view is not source else None)
 
 
 def _state_of(source: Manifest) -> tuple[MegatronState, tuple[str, ...]]:

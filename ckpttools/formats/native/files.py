@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpttools.dtypes import DType, dtype
-from ckpttools.layout.sharded import WEIGHT, Place, ShardedLayout
+from ckpttools.layout.sharded import Place, ShardedLayout
 from ckpttools.layout.sharded_pieces import FlatPiece, flat_pieces
+from ckpttools.layout.slots import WEIGHT, is_scale
 from ckpttools.storage.safetensors_header import build_header
 
 ALIGNMENT = 4096
@@ -126,7 +127,7 @@ def _entries(layout: ShardedLayout, rank: int) -> list[Entry]:
             f"{piece.vpp}-{piece.dtype}.{piece.bucket}.{slot}",
             slot,
             dtype(layout.slots[piece.dtype][slot]),
-            (piece.numel,),
+            _shape(layout, piece, slot),
             piece=piece,
         )
         for piece in flat_pieces(layout, rank)
@@ -138,6 +139,12 @@ def _entries(layout: ShardedLayout, rank: int) -> list[Entry]:
         key = f"frozen.{param.name}"
         entries.append(Entry(key, WEIGHT, dtype(param.dtype), shape, frozen=index))
     return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
+def _shape(layout: ShardedLayout, piece: FlatPiece, slot: str) -> tuple[int]:
+    """Return the shape of a slot: a value for each element, or a scale for each slice."""
+    scales = layout.kind == "zero2" and is_scale(layout.slots[piece.dtype], slot)
+    return (len(piece.slices) if scales else piece.numel,)
 
 
 def _frozen(layout: ShardedLayout, place: Place) -> list[int]:

@@ -3,6 +3,9 @@
 Step, iteration, scheduler and the like are kept exactly, with the tags of
 :mod:`ckpttools.storage.inert_encoder` for what JSON has not; parameter groups by the names of
 their members. ``step`` is a number, or a number for each parameter by name where they differ.
+``state_values`` is what an optimizer keeps of a parameter that is neither a tensor nor the step,
+by name; ``training`` the state of everything else that a run has; ``per_rank_state`` a list of what
+belongs to each rank alone, such as its random state.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpttools.errors import FormatError
 from ckpttools.formats import Carried, CarriedDocument, ParamGroup
-from ckpttools.layout.sharded import WEIGHT
+from ckpttools.layout.slots import WEIGHT
 from ckpttools.manifest import Manifest
 from ckpttools.storage.inert_decoder import decode
 from ckpttools.storage.inert_encoder import encode
@@ -23,9 +26,15 @@ ENTRIES = (
     "opt_param_scheduler",
     "grad_scaler",
     "args",
+    "adam_w_mode",
+    "weight_rounding",
+    "state_values",
+    "training",
+    "per_rank_state",
 )
 GROUPS = "param_groups"
-_OF_OPTIMIZER = ("step", "grad_scaler", GROUPS)
+PER_RANK = "per_rank_state"
+_OF_OPTIMIZER = ("step", "grad_scaler", "adam_w_mode", "state_values", GROUPS)
 
 
 def objects_document(objects: Mapping[str, object]) -> dict[str, object]:
@@ -99,9 +108,12 @@ def read_carried(document: Mapping[str, object]) -> dict[str, Carried]:
 
 
 def kept_objects(
-    source: Manifest, carried: Mapping[str, object]
+    source: Manifest, carried: Mapping[str, object], *, world_size: int | None = None
 ) -> tuple[dict[str, object], tuple[str, ...], tuple[str, ...]]:
-    """Return the source's objects that are kept; a line for each of them, and for each lost."""
+    """Return the source's objects that are kept; a line for each of them, and for each lost.
+
+    What belongs to each rank alone is kept where ``world_size`` says that there are as many.
+    """
     kept: dict[str, object] = {}
     lines: list[str] = []
     lost: list[str] = []
@@ -111,6 +123,9 @@ def kept_objects(
             continue
         if key in _OF_OPTIMIZER and not has_state:
             lost.append(f"{key}: no state of the optimizer is written")
+            continue
+        if key == PER_RANK and _count(source.objects[key]) != world_size:
+            lost.append(f"{key}: it belongs to the source's ranks")
             continue
         try:
             objects_document({key: source.objects[key]})
@@ -128,7 +143,16 @@ def kept_objects(
     return kept, tuple(lines), tuple(lost)
 
 
-_LINES = {GROUPS: "optimizer: parameter groups with their settings and members"}
+_LINES = {
+    GROUPS: "optimizer: parameter groups with their settings and members",
+    "state_values": "optimizer: what it keeps beside tensors",
+    "training": "training: the state of scheduler, data and the like",
+    PER_RANK: "random and other state of each rank",
+}
+
+
+def _count(value: object) -> int | None:
+    return len(value) if isinstance(value, (list, tuple, Mapping)) else None
 
 
 def _group_document(group: ParamGroup) -> dict[str, object]:

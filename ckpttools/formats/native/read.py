@@ -18,6 +18,8 @@ from ckpttools.formats.native.manifest_file import (
 from ckpttools.formats.native.objects import read_carried, read_objects
 from ckpttools.formats.native.places import build_manifest
 from ckpttools.layout.sharded import ShardedLayout
+from ckpttools.layout.slots import REMAINDER_SLOT
+from ckpttools.manifest import HALF_AWAY
 from ckpttools.storage.crc import crc32
 from ckpttools.storage.local import read_small_file
 from ckpttools.storage.safetensors_header import read_header
@@ -37,6 +39,7 @@ def read_directory(path: Path, kind: str) -> Reading:
         _check_header(path, file, document.files[file.path])
     where = f"{path / MANIFEST_FILE}: objects"
     objects = {
+        **_rounding(document.layout),
         **read_objects(document.objects, where=where),
         **describe_layout(document.layout),
         "carried": read_carried(document.carried),
@@ -45,7 +48,7 @@ def read_directory(path: Path, kind: str) -> Reading:
         manifest = build_manifest(document.layout, files, str(path), objects, with_aliases=True)
     except LayoutError as error:
         raise FormatError(f"{path / MANIFEST_FILE}: {error}") from error
-    return Reading((Candidate((document.layout.variant,), manifest),))
+    return Reading((Candidate((layout_name(document.layout),), manifest),))
 
 
 def describe_layout(layout: ShardedLayout) -> dict[str, object]:
@@ -55,11 +58,29 @@ def describe_layout(layout: ShardedLayout) -> dict[str, object]:
     stages = layout.stages()
     return {
         "topology": sizes | ({"vpp": topology.vpp} if topology.vpp > 1 else {}),
-        "layout": (layout.variant,),
+        "layout": (layout_name(layout),),
         "layers": None if stages is None else str(stages),
-        "buckets": ", ".join(dict.fromkeys(map(str, layout.cuts.values()))) or "one bucket",
+        "buckets": _buckets(layout),
         "sharded_layout": layout,
     }
+
+
+def _rounding(layout: ShardedLayout) -> dict[str, object]:
+    """Say how weights are rounded, where their masters are made of them and of remainders."""
+    parts = any(REMAINDER_SLOT in slots for slots in layout.slots.values())
+    return {"weight_rounding": (HALF_AWAY,)} if parts else {}
+
+
+def layout_name(layout: ShardedLayout) -> str:
+    """Return the name of the formula by which buckets are laid out."""
+    return layout.variant if layout.kind == "zero1" else "fixed-buckets"
+
+
+def _buckets(layout: ShardedLayout) -> str:
+    if layout.kind == "zero2":
+        sizes = {rule.bucket_numel(layout.topology.dp) for rule in layout.fixed.values()}
+        return f"at most {' and '.join(map(str, sorted(sizes)))} elements"
+    return ", ".join(dict.fromkeys(map(str, layout.cuts.values()))) or "one bucket"
 
 
 def check_directory(path: Path, kind: str) -> list[Problem]:

@@ -7,17 +7,17 @@ stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ckpttools.dtypes import dtype
 from ckpttools.errors import LayoutError, UsageError
 from ckpttools.formats import Target
 from ckpttools.layout import pipeline
+from ckpttools.layout.fixed_buckets import FixedBuckets
 from ckpttools.layout.megatron import Cuts
 from ckpttools.layout.pipeline import Pipeline, split_layers
 from ckpttools.layout.sharded import (
-    MASTER,
-    WEIGHT,
     ChunkKey,
     CutsKey,
     Kind,
@@ -25,7 +25,11 @@ from ckpttools.layout.sharded import (
     ShardedParam,
     Topology,
 )
+from ckpttools.layout.slots import MASTER, WEIGHT
 from ckpttools.manifest import Manifest
+
+DEFAULT_CAP_BYTES = 100 << 20
+"""Bytes of gradients in a bucket of a zero2 layout, unless something else is known."""
 
 
 def source_layout(source: Manifest, kind: Kind) -> ShardedLayout:
@@ -37,10 +41,28 @@ def source_layout(source: Manifest, kind: Kind) -> ShardedLayout:
     known = source.objects.get("sharded_layout")
     params = known.params if isinstance(known, ShardedLayout) else _plain_params(source)
     slots = _slots(source, params)
-    if isinstance(known, ShardedLayout):
+    if not isinstance(known, ShardedLayout):
+        chunks = {(0, 0): tuple(range(len(params)))}
+        fixed = default_buckets(slots, {}) if kind == "zero2" else {}
+        return ShardedLayout(kind, Topology(), params, chunks, slots, fixed=fixed)
+    if kind == "zero1":
         cuts = {key: cut for key, cut in known.cuts.items() if key[3] in slots}
-        return replace(known, kind=kind, slots=slots, cuts=cuts)
-    return ShardedLayout(kind, Topology(), params, {(0, 0): tuple(range(len(params)))}, slots)
+        return replace(known, kind=kind, slots=slots, cuts=cuts, fixed={}, fills={})
+    fixed = {
+        dtype: known.fixed.get(dtype, rule)
+        for dtype, rule in default_buckets(slots, known.grad_dtypes).items()
+    }
+    return replace(known, kind=kind, slots=slots, cuts={}, busbw=False, fixed=fixed)
+
+
+def default_buckets(
+    dtypes: Iterable[str], grad_dtypes: Mapping[str, str]
+) -> dict[str, FixedBuckets]:
+    """Return the size of buckets that Apex has where none is named: 100 MiB of gradients."""
+    return {
+        kind: FixedBuckets.of_bytes(DEFAULT_CAP_BYTES, dtype(grad_dtypes.get(kind, kind)).itemsize)
+        for kind in dtypes
+    }
 
 
 def retarget(layout: ShardedLayout, target: Target, *, kind: str) -> ShardedLayout:
@@ -48,7 +70,8 @@ def retarget(layout: ShardedLayout, target: Target, *, kind: str) -> ShardedLayo
 
     Stages keep their layers where neither their number nor that of their chunks changes and no
     split is named. Buckets stay where tensor ranks and stages do; else there is one, or those of
-    the size that is named, in the first chunk of the first stage as Megatron has them.
+    the size that is named, in the first chunk of the first stage as Megatron has them. Buckets of
+    one size (``zero2``) keep that size, and the order in which they are filled where stages stay.
 
     Raises:
         UsageError: the model can't be cut so, or what the source doesn't tell must be known.
@@ -75,17 +98,30 @@ def retarget(layout: ShardedLayout, target: Target, *, kind: str) -> ShardedLayo
         chunks = _deal(layout, topology, split)
     params = tuple(_resize(param, layout, topology.tp) for param in layout.params)
     stays = stages_stay and topology.tp == old.tp
+    fused = layout.kind == "zero2"
     try:
         return replace(
             layout,
             topology=topology,
             params=params,
             chunks=chunks,
-            cuts=_cuts(layout, target, topology, chunks, stays=stays),
+            cuts={} if fused else _cuts(layout, target, topology, chunks, stays=stays),
+            fixed=_fixed(layout, target) if fused else {},
+            fills=layout.fills if stages_stay else {},
             facts=replace(facts, pipeline=split),
         )
     except LayoutError as error:
         raise UsageError(f"--to {kind}: {error}") from error
+
+
+def _fixed(layout: ShardedLayout, target: Target) -> dict[str, FixedBuckets]:
+    """Return the size of buckets: as named, else as in the source."""
+    if target.bucket_size is None:
+        return dict(layout.fixed)
+    if target.bucket_size == "none":
+        raise UsageError("--bucket-size: must be a number of elements for zero2, got none")
+    size = target.bucket_size
+    return {kind: replace(rule, cap_numel=size) for kind, rule in layout.fixed.items()}
 
 
 def _plain_params(source: Manifest) -> tuple[ShardedParam, ...]:
@@ -136,7 +172,7 @@ def _slots(source: Manifest, params: tuple[ShardedParam, ...]) -> dict[str, Mapp
                 f"{', '.join(slots)}",
                 hint="take whole ones, or write --to safetensors, which holds any part",
             )
-    return {dtype: _stored(dtype, slots) for dtype, (_, slots) in found.items()}
+    return {kind: _stored(kind, slots) for kind, (_, slots) in found.items()}
 
 
 def _stored(dtype: str, slots: Mapping[str, str]) -> dict[str, str]:

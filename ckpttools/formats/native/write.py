@@ -52,6 +52,11 @@ def lay_out_native(source: Manifest, target: Target, root: str, *, kind: Kind) -
 
 def _bucket_note(layout: ShardedLayout, target: Target, *, kept: bool) -> str:
     """Say which buckets the files have, and why."""
+    if layout.kind == "zero2":
+        sizes = sorted({rule.bucket_numel(layout.topology.dp) for rule in layout.fixed.values()})
+        return (
+            f"buckets: at most {' and '.join(map(str, sizes))} elements, filled in backward order"
+        )
     if target.bucket_size is not None:
         return f"buckets: {target.bucket_size} as asked"
     if kept and layout.cuts:

@@ -1,0 +1,51 @@
+"""What of another optimizer's state means something else in Megatron, or can't be said there?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpttools.derived import with_nearest_even_weights
+from ckpttools.errors import UsageError
+from ckpttools.formats import ParamGroup, Target
+from ckpttools.manifest import NEAREST_EVEN, Manifest
+
+
+def check_settings(objects: Mapping[str, object], target: Target) -> tuple[str, ...]:
+    """Check that Megatron does what the source did; return remarks on what it must be told.
+
+    Megatron corrects the bias of moments always. Whether decay is decoupled is an argument of the
+    run and stands in no file.
+
+    Raises:
+        UsageError: a group has no bias correction, and nobody accepted that.
+    """
+    groups = objects.get("param_groups")
+    off = [
+        group
+        for group in (groups if isinstance(groups, tuple) else ())
+        if isinstance(group, ParamGroup) and group.settings.get("bias_correction") in (False, 0)
+    ]
+    notes = []
+    if off and "bias_correction" not in target.accept_loss:
+        raise UsageError(
+            "--to megatron: bias_correction must be on, as it is in Megatron always, got a "
+            "parameter group without it",
+            hint="to go on with it, give --accept-loss bias_correction",
+        )
+    if off:
+        notes.append("bias_correction was off in the source; Megatron corrects the bias of moments")
+    if objects.get("adam_w_mode") is False:
+        notes.append(
+            "weight decay was added to gradients in the source (L2): the run must be started so"
+        )
+    return tuple(notes)
+
+
+def rounded_as_megatron(source: Manifest) -> Manifest:
+    """Return the source with weights that are their masters rounded to nearest even.
+
+    A source that rounds by another rule, or doesn't tell by which, is seen so through its masters.
+    """
+    rules = source.objects.get("weight_rounding", (NEAREST_EVEN,))
+    told = tuple(rules) if isinstance(rules, (tuple, list)) else (rules,)
+    return source if told == (NEAREST_EVEN,) else with_nearest_even_weights(source)
