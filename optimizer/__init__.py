@@ -1,4 +1,4 @@
-"""Sharded optimizers whose checkpoints one can open: ZeRO-1, as in Megatron-LM.
+"""Sharded optimizers whose checkpoints one can open: ZeRO-1 as in Megatron-LM, ZeRO-2 as in Apex.
 
 >>> import torch
 >>> from ckpttools.optimizer import DistributedOptimizer, OptimizerConfig
@@ -14,6 +14,7 @@ from ckpttools.optimizer.agreement import RemoteError
 from ckpttools.optimizer.buffers import Bucket, ParamAndGradBuffer
 from ckpttools.optimizer.collectives import Collectives, Work, collectives_for
 from ckpttools.optimizer.config import OptimizerConfig
+from ckpttools.optimizer.distributed_fused_adam import DistributedFusedAdam
 from ckpttools.optimizer.distributed_optimizer import DistributedOptimizer
 from ckpttools.optimizer.factory import get_megatron_optimizer, megatron_groups
 from ckpttools.optimizer.gather import Gathered, gather_to_zero
@@ -22,12 +23,14 @@ from ckpttools.optimizer.groups import ParallelGroups
 from ckpttools.optimizer.parameters import Sharding
 from ckpttools.optimizer.ranges import Range
 from ckpttools.optimizer.recording import RecordingCollectives
+from ckpttools.optimizer.sharded_optimizer import ShardedOptimizer
 from ckpttools.optimizer.yaml_args import parse_yaml_args
 
 __all__ = [
     "Bucket",
     "Collectives",
     "ConstantGradScaler",
+    "DistributedFusedAdam",
     "DistributedOptimizer",
     "DynamicGradScaler",
     "Gathered",
@@ -38,6 +41,7 @@ __all__ = [
     "Range",
     "RecordingCollectives",
     "RemoteError",
+    "ShardedOptimizer",
     "Sharding",
     "Work",
     "collectives_for",

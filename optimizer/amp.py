@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from ckpttools.errors import OptimizerError
 from ckpttools.optimizer.buffers import GradSlot
 from ckpttools.optimizer.collectives import Collectives
 from ckpttools.optimizer.grad_scaler import GradScaler
+from ckpttools.optimizer.live import LivePiece
 from ckpttools.optimizer.norms import count_non_finite
-from ckpttools.optimizer.shards import Piece
 
 
 def spread_non_finite(
-    pieces: Sequence[Piece], slots: Sequence[GradSlot], groups: Sequence[Collectives]
+    pieces: Sequence[LivePiece], slots: Sequence[GradSlot], groups: Sequence[Collectives]
 ) -> None:
     """Make reduced gradients infinite on every rank of ``groups`` if they aren't finite on one."""
     device = slots[0].main_grad.device if slots else torch.device("cpu")
@@ -57,6 +58,35 @@ def found_by_amp(optimizer: torch.optim.Optimizer, *, ranks: int) -> bool | None
             hint="leave unscale_ out, and set clip_grad in place of clip_grad_norm_",
         )
     return bool(found)
+
+
+def scale_of(scaler: object, optimizer: torch.optim.Optimizer) -> float:
+    """Return the scale of a torch.amp scaler that is handed to a step.
+
+    Raises:
+        OptimizerError: it is no such scaler or has no scale yet, or ``unscale_`` was called, which
+            finds no gradients where they are sharded.
+    """
+    if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None:
+        raise OptimizerError(
+            f"grad_scaler: must be a torch.amp.GradScaler that scaled a loss, got "
+            f"{type(scaler).__name__}"
+        )
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"] is not OptState.READY:
+        raise OptimizerError(
+            "torch.amp: gradients must be unscaled by step, since they are sharded, got a call of "
+            "the scaler's unscale_",
+            hint="call the optimizer's unscale_grads, or leave unscale_ out",
+        )
+    return float(scaler._scale)
+
+
+def tell_scaler(scaler: object, optimizer: torch.optim.Optimizer, found: Tensor) -> None:
+    """Tell a torch.amp scaler whether gradients overflowed on any rank: fp32, one element."""
+    if isinstance(scaler, torch.amp.GradScaler):
+        state = scaler._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {found.device: found}
 
 
 def loss_scale(optimizer: torch.optim.Optimizer, scaler: GradScaler | None) -> float:

@@ -16,6 +16,7 @@ from ckpttools.optimizer.buffers import GradSlot, ParamAndGradBuffer
 from ckpttools.optimizer.collectives import Collectives
 from ckpttools.optimizer.config import SETTING_NAMES, OptimizerConfig
 from ckpttools.optimizer.groups import ParallelGroups
+from ckpttools.optimizer.live import Items
 from ckpttools.optimizer.parameters import (
     Collected,
     ManagedParam,
@@ -119,14 +120,18 @@ def check_ranks_agree(
     groups: Sequence[Collectives],
     *,
     values: bool,
+    agreed: Items = (),
 ) -> None:
     """Check that the ranks of each group have the same settings and parameters.
+
+    ``agreed`` are further names and values that must be the same.
 
     Raises:
         OptimizerError: settings, names, order, shapes, dtypes, groups or (with ``values``)
             elements differ; raised on every rank, with the first setting or parameter that does.
     """
     items = [(f"setting {name}", repr(getattr(config, name))) for name in SETTING_NAMES]
+    items += agreed
     items += [(f"group {i}", repr(settings)) for i, settings in enumerate(collected.groups)]
     managed = (*collected.trained, *collected.frozen)
     for one in managed:
@@ -158,7 +163,7 @@ def torch_defaults(config: OptimizerConfig) -> dict[str, Any]:
     }
 
 
-def torch_groups(collected: Collected, config: OptimizerConfig) -> list[dict[str, Any]]:
+def torch_groups(collected: Collected, defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the parameter groups as torch wants them: every one has its own settings.
 
     Raises:
@@ -168,7 +173,7 @@ def torch_groups(collected: Collected, config: OptimizerConfig) -> list[dict[str
     groups = []
     for index, settings in enumerate(collected.groups):
         members = sorted((m for m in every if m.group == index), key=lambda m: m.order)
-        group = {**torch_defaults(config), **settings}
+        group = {**defaults, **settings}
         if group["lr"] is None:
             raise ConfigError(f"lr: must be set for parameter group {index}, got none")
         groups.append({**group, "params": [(m.name, m.param) for m in members]})

@@ -1,9 +1,10 @@
 """What may a user set on the sharded optimizers, and is it sound?
 
 Names, defaults and meanings are those of Megatron-core 0.16's `OptimizerConfig` and of the
-settings of its `DistributedDataParallelConfig` that concern gradients and buckets; `kernel`,
-`bias_correction` and `unused_parameters` are ours. A name that isn't known is an error that
-suggests the nearest one, since a misspelled setting that is passed over trains another model.
+settings of its `DistributedDataParallelConfig` that concern gradients and buckets; those of
+`distributed_fused_adam` alone are Apex's; `kernel`, `bias_correction` and `unused_parameters` are
+ours. A name that isn't known is an error that suggests the nearest one, since a misspelled setting
+that is passed over trains another model.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ def _count(*, optional: bool = False) -> _Rule:
     return _Rule("a whole number at least 1", read, optional)
 
 
-def _choice(*names: str) -> _Rule:
-    return _Rule(f"one of {', '.join(names)}", lambda value: value if value in names else None)
+def _choice(*names: str, optional: bool = False) -> _Rule:
+    def read(value: object) -> object:
+        return value if value in names else None
+
+    return _Rule(f"one of {', '.join(names)}", read, optional)
 
 
 _DTYPE_NAMES: Final[Mapping[str, torch.dtype]] = {
@@ -105,7 +109,8 @@ class OptimizerConfig:
     what stands in when there is none. ``loss_scale`` is a constant scale; without one, ``fp16``
     scales dynamically. ``clip_grad`` 0 doesn't clip. ``unused_parameters`` says what a step does
     with a parameter that got no gradient since the last: "skip" leaves it and its state alone,
-    "decay" takes a zero gradient, as Apex's fused Adam does.
+    "decay" takes a zero gradient, as Apex's fused Adam does. ``overlap_grad_reduce`` and
+    ``overlap_param_gather`` are what Apex calls ``overlap_grad_sync`` and ``overlap_param_sync``.
 
     Raises:
         ConfigError: a name is unknown, a value is out of its range, or two contradict.
@@ -129,8 +134,9 @@ class OptimizerConfig:
     decoupled_weight_decay: bool = field(default=True, metadata=_FLAG)
     bias_correction: bool = field(default=True, metadata=_FLAG)
     kernel: Kernel = field(default="fused", metadata=_rule(_choice(*KERNELS)))
-    unused_parameters: UnusedParameters = field(
-        default="skip", metadata=_rule(_choice("skip", "decay"))
+    # None becomes "decay" for distributed_fused_adam, as in Apex, else "skip", as in torch.
+    unused_parameters: UnusedParameters | None = field(
+        default=None, metadata=_rule(_choice("skip", "decay", optional=True))
     )
     # Precision.
     fp16: bool = field(default=False, metadata=_FLAG)
@@ -155,6 +161,15 @@ class OptimizerConfig:
     overlap_param_gather_with_optimizer_step: bool = field(default=False, metadata=_FLAG)
     bucket_size: int | None = field(default=None, metadata=_rule(_count(optional=True)))
     pad_buckets_for_high_nccl_busbw: bool = field(default=False, metadata=_FLAG)
+    # Of distributed_fused_adam alone, with Apex's names and defaults.
+    bucket_cap_mb: float = field(default=100.0, metadata=_POSITIVE)  # MiB of gradients
+    pipeline_size: int = field(default=2, metadata=_COUNT)  # buckets
+    average_grad_sync: bool = field(default=True, metadata=_FLAG)
+    contiguous_param_buffer: bool = field(default=False, metadata=_FLAG)
+    contiguous_grad_buffer: bool = field(default=False, metadata=_FLAG)
+    store_params: bool = field(default=True, metadata=_FLAG)
+    store_param_remainders: bool = field(default=False, metadata=_FLAG)
+    with_scaled_states: bool = field(default=False, metadata=_FLAG)
 
     def __new__(cls, **settings: object) -> Self:
         """Refuse unknown names before the generated ``__init__`` would, without a suggestion."""
@@ -187,6 +202,9 @@ class OptimizerConfig:
                 f"OptimizerConfig: params_dtype must be {half} or torch.float32 with {flag}, "
                 f"got {self.params_dtype}"
             )
+        if self.unused_parameters is None:
+            fused = self.optimizer == "distributed_fused_adam"
+            self.unused_parameters = "decay" if fused else "skip"
         self._check_order("min_lr", "lr")
         self._check_order("decoupled_min_lr", "decoupled_lr")
         self._check_order("min_loss_scale", "initial_loss_scale")
@@ -231,8 +249,8 @@ class OptimizerConfig:
         """Read the settings from parsed arguments: Megatron's own, or of `parse_yaml_args`.
 
         Arguments of other parts (model, data) are passed over; an argument that is None is as
-        one not given. The three whose names differ between Megatron's command line and its
-        configs (`ARGUMENT_NAMES`) are known by both.
+        one not given. Those whose names differ between Megatron's command line, its configs and
+        Apex (`ARGUMENT_NAMES`) are known by all.
 
         Raises:
             ConfigError: a value is out of its range; two names of one setting disagree; a name
@@ -271,8 +289,10 @@ ARGUMENT_NAMES: Final[Mapping[str, str]] = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
     "ddp_bucket_size": "bucket_size",
     "ddp_pad_buckets_for_high_nccl_busbw": "pad_buckets_for_high_nccl_busbw",
+    "overlap_grad_sync": "overlap_grad_reduce",
+    "overlap_param_sync": "overlap_param_gather",
 }
-"""Megatron's command-line names of settings that its configs call otherwise."""
+"""Other names of settings: of Megatron's command line, and the last two of Apex and NeMo."""
 
 # Megatron's arguments that change what is stored or how it is sharded, and the one value of each
 # that means what is done here.

@@ -7,20 +7,21 @@ the same value on every rank, so each can tell the place of its own bytes alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from ckpttools.errors import OptimizerError
+from ckpttools.layout.fixed_buckets import FixedBuckets
 from ckpttools.layout.megatron import Cuts
-from ckpttools.layout.sharded import ModelFacts, ShardedLayout, ShardedParam, Topology
+from ckpttools.layout.sharded import Kind, ModelFacts, ShardedLayout, ShardedParam, Topology
 from ckpttools.manifest import MASTER, WEIGHT
 from ckpttools.optimizer.collectives import Collectives
+from ckpttools.optimizer.live import LiveBuffer, StateOwner
 from ckpttools.optimizer.parameters import ManagedParam
 from ckpttools.optimizer.shards import MOMENTS
-from ckpttools.optimizer.state import StateOwner
 
 VARIANT = "core-0.13"
 """The layout variant of the buffers that this package builds."""
@@ -31,28 +32,32 @@ class RankDescription:
     """What a rank knows of its model part; equal on all its data-parallel ranks.
 
     ``chunks`` holds the parameters of each model chunk in module order, in global shapes.
+    ``slots`` are those of each parameter dtype. ``cuts`` and ``busbw`` are zero1's; ``fixed`` and
+    ``fills`` (names, by model chunk and dtype, where they differ from the default) zero2's.
     """
 
+    kind: Kind
     chunks: tuple[tuple[ShardedParam, ...], ...]
-    cuts: Mapping[tuple[int, str], Cuts]
+    slots: Mapping[str, Mapping[str, str]]
     grad_dtypes: Mapping[str, str]
-    busbw: bool
+    cuts: Mapping[tuple[int, str], Cuts] = field(default_factory=dict)
+    busbw: bool = False
+    fixed: Mapping[str, FixedBuckets] = field(default_factory=dict)
+    fills: Mapping[tuple[int, str], tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
 
-def describe_rank(optimizer: StateOwner, *, busbw: bool) -> RankDescription:
-    """Describe this rank's parameters and buffers."""
+def describe_chunks(optimizer: StateOwner) -> tuple[tuple[ShardedParam, ...], ...]:
+    """Return the parameters of each model chunk of this rank, in module order."""
     count = 1 + max(managed.chunk for managed in optimizer.managed)
     chunks: list[list[ShardedParam]] = [[] for _ in range(count)]
     for managed in sorted(optimizer.managed, key=lambda item: (item.chunk, item.order)):
         chunks[managed.chunk].append(sharded_param(managed, optimizer.tp.size, optimizer.trains))
-    return RankDescription(
-        chunks=tuple(map(tuple, chunks)),
-        cuts={(b.chunk, dtype_name(b.param_dtype)): b.cuts for b in optimizer.buffers},
-        grad_dtypes={
-            dtype_name(b.param_dtype): dtype_name(b.grad_dtype) for b in optimizer.buffers
-        },
-        busbw=busbw,
-    )
+    return tuple(map(tuple, chunks))
+
+
+def describe_grads(buffers: Sequence[LiveBuffer]) -> dict[str, str]:
+    """Return the dtype of gradients for each parameter dtype."""
+    return {dtype_name(b.param_dtype): dtype_name(b.grad_dtype) for b in buffers}
 
 
 def sharded_param(managed: ManagedParam, tp_size: int, trained: frozenset[str]) -> ShardedParam:
@@ -89,12 +94,7 @@ def join_ranks(
     tp_size = 1 + max(tp for tp, _ in ranks)
     pp_size = 1 + max(pp for _, pp in ranks)
     vpp = max(len(one.chunks) for one in ranks.values())
-    for (tp, pp), one in ranks.items():
-        if one.chunks != ranks[0, pp].chunks:
-            raise OptimizerError(
-                f"tensor rank {tp} of stage {pp}: must have the parameters of tensor rank 0, got "
-                f"{_first_difference(one, ranks[0, pp])}"
-            )
+    _check_tensor_ranks(ranks)
     params: list[ShardedParam] = []
     chunks: dict[tuple[int, int], tuple[int, ...]] = {}
     for v in range(vpp):  # layers are numbered chunk by chunk over all stages
@@ -102,36 +102,72 @@ def join_ranks(
             mine = ranks[0, pp].chunks[v] if v < len(ranks[0, pp].chunks) else ()
             chunks[pp, v] = tuple(range(len(params), len(params) + len(mine)))
             params += mine
+    fills = {
+        (pp, v, kind): _indices(params, chunks[pp, v], groups)
+        for (tp, pp), one in sorted(ranks.items())
+        for (v, kind), groups in one.fills.items()
+        if tp == 0
+    }
+    first = ranks[0, 0]
+    slots = _joined(ranks, lambda one: one.slots)
+    kinds = dict.fromkeys(param.dtype for param in params if param.trainable)
     return ShardedLayout(
-        kind="zero1",
+        kind=first.kind,
         topology=Topology(tp=tp_size, pp=pp_size, vpp=vpp, dp=dp_size),
         params=tuple(params),
         chunks=chunks,
-        slots=slots_of(params),
+        slots={kind: slots[kind] for kind in kinds},
         variant=VARIANT,
-        busbw=ranks[0, 0].busbw,
+        busbw=first.busbw,
         cuts={
             (tp, pp, v, kind): cuts
             for (tp, pp), one in sorted(ranks.items())
             for (v, kind), cuts in one.cuts.items()
         },
-        grad_dtypes=dict(
-            pair for _, one in sorted(ranks.items()) for pair in one.grad_dtypes.items()
-        ),
+        grad_dtypes=_joined(ranks, lambda one: one.grad_dtypes),
         facts=facts or ModelFacts(),
+        fixed=_joined(ranks, lambda one: one.fixed),
+        fills=fills,
     )
 
 
-def slots_of(params: Sequence[ShardedParam]) -> dict[str, dict[str, str]]:
-    """Return the slots that are kept for each parameter dtype that is trained."""
-    kinds = dict.fromkeys(param.dtype for param in params if param.trainable)
+def _check_tensor_ranks(ranks: Mapping[tuple[int, int], RankDescription]) -> None:
+    for (tp, pp), one in ranks.items():
+        if one.chunks != ranks[0, pp].chunks:
+            raise OptimizerError(
+                f"tensor rank {tp} of stage {pp}: must have the parameters of tensor rank 0, got "
+                f"{_first_difference(one, ranks[0, pp])}"
+            )
+
+
+T = TypeVar("T")
+
+
+def _joined(
+    ranks: Mapping[tuple[int, int], RankDescription],
+    part: Callable[[RankDescription], Mapping[str, T]],
+) -> dict[str, T]:
+    """Join what each rank says by dtype."""
+    return {kind: value for _, one in sorted(ranks.items()) for kind, value in part(one).items()}
+
+
+def _indices(
+    params: Sequence[ShardedParam], chunk: Sequence[int], groups: Sequence[Sequence[str]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return groups of names as groups of indices of ``params``."""
+    index = {params[i].name: i for i in chunk}
+    return tuple(tuple(index[name] for name in group) for group in groups)
+
+
+def zero1_slots(kinds: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the slots that ZeRO-1 keeps for parameters of each dtype."""
     return {
         kind: {
             WEIGHT: kind,
             **({} if kind == "float32" else {MASTER: "float32"}),
             **dict.fromkeys(MOMENTS, "float32"),
         }
-        for kind in kinds
+        for kind in dict.fromkeys(kinds)
     }
 
 
@@ -165,9 +201,6 @@ def unlike_layout(optimizer: StateOwner, layout: ShardedLayout) -> str:
                     f"got other places or buckets"
                 )
     return ""
-
-
-T = TypeVar("T")
 
 
 def exchange(

@@ -21,35 +21,32 @@ import torch
 from torch import Tensor, nn
 
 from ckpttools.errors import OptimizerError
-from ckpttools.layout.sharded import ShardedLayout
-from ckpttools.optimizer.adam import AdamSettings, adam_step, check_kernel, grad_scale_tensor
+from ckpttools.layout.sharded import Kind
+from ckpttools.optimizer.adam import AdamSettings, adam_step, grad_scale_tensor
 from ckpttools.optimizer.amp import found_by_amp, loss_scale, spread_non_finite
-from ckpttools.optimizer.buffers import Bucket, GradSlot
-from ckpttools.optimizer.building import (
-    build_buffers,
-    build_shards,
-    check_ranks_agree,
-    collect_together,
-    torch_defaults,
-    torch_groups,
-)
+from ckpttools.optimizer.buffers import ParamAndGradBuffer
+from ckpttools.optimizer.building import build_buffers, build_shards
 from ckpttools.optimizer.collectives import Collectives
 from ckpttools.optimizer.config import OptimizerConfig
-from ckpttools.optimizer.describe import check_live, describe_rank, exchange, join_ranks
+from ckpttools.optimizer.describe import (
+    RankDescription,
+    describe_chunks,
+    describe_grads,
+    dtype_name,
+    zero1_slots,
+)
 from ckpttools.optimizer.forward import ForwardGathers
-from ckpttools.optimizer.gather import gathered_param_state
-from ckpttools.optimizer.grad_scaler import GradScaler, scaler_of
 from ckpttools.optimizer.groups import ParallelGroups
-from ckpttools.optimizer.norms import StepFacts, agree, clip_divisor
+from ckpttools.optimizer.live import LiveBucket
+from ckpttools.optimizer.norms import StepFacts, clip_divisor
 from ckpttools.optimizer.parameters import Params, Rename, Sharding
 from ckpttools.optimizer.ranges import Range
 from ckpttools.optimizer.reduction import GradReduction
+from ckpttools.optimizer.sharded_optimizer import ShardedOptimizer
 from ckpttools.optimizer.shards import BucketShard, Piece
-from ckpttools.optimizer.state import load_rank_state, rank_state
-from ckpttools.optimizer.torch_form import gathered_torch_state, load_torch_state
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(ShardedOptimizer):
     """Shard fp32 masters and Adam moments over the data-parallel ranks (ZeRO-1).
 
     Parameters and gradients live whole on every rank, in flat buffers; of masters and moments a
@@ -69,6 +66,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ConfigError: settings contradict each other.
     """
 
+    kind: Kind = "zero1"
+    buffers: tuple[ParamAndGradBuffer, ...]
+    shards: tuple[BucketShard, ...]
+    pieces: tuple[Piece, ...]
+
     def __init__(
         self,
         params: Params,
@@ -81,24 +83,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         collectives: Collectives | None = None,
         check_values: bool = True,
     ) -> None:
-        self.config = config or OptimizerConfig()
-        self.parallel = groups or ParallelGroups()
-        self._collected, self.dp = collect_together(
-            params, shardings or {}, rename, modules, self.parallel, collectives
+        super().__init__(
+            params,
+            config or OptimizerConfig(),
+            modules=modules,
+            groups=groups,
+            shardings=shardings,
+            rename=rename,
+            collectives=collectives,
+            check_values=check_values,
         )
-        device = self._collected.device
-        check_kernel(self.config.kernel, device)
-        self.tp = self.parallel.collectives("tp", device)
-        self.pp = self.parallel.collectives("pp", device)
-        self.model_groups = tuple(g for g in (self.tp, self.pp) if g.size > 1)
-        self.managed = (*self._collected.trained, *self._collected.frozen)
-        self.trains = frozenset(managed.name for managed in self._collected.trained)
-        self._building = True
-        super().__init__(torch_groups(self._collected, self.config), torch_defaults(self.config))
-        self._building = False
-        self._redundant = self.parallel.collectives("redundant", device)
-        replicas = self.dp, self._redundant
-        check_ranks_agree(self._collected, self.config, replicas, values=check_values)
         self.buffers = tuple(build_buffers(self._collected.trained, self.config, self.dp))
         self._reduction = GradReduction(
             self.buffers, self._redundant, overlap=self.config.overlap_grad_reduce
@@ -108,11 +102,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._by_bucket = {id(shard.bucket): shard for shard in self.shards}
         self.pieces = tuple(piece for shard in self.shards for piece in shard.pieces)
         self._slots = tuple(slot for buffer in self.buffers for slot in buffer.slots)
-        self._position = {slot.name: i for i, slot in enumerate(self._slots)}
-        self.steps: dict[str, int] = {slot.name: 0 for slot in self._slots}
-        self.scaler: GradScaler | None = scaler_of(self.config, device=device)
+        self._own(self.buffers, self.shards, self.pieces)
         self.grad_norm: float | None = None
-        self.num_zeros_in_grad: int | None = None
         self._forward = ForwardGathers(
             self._collected.modules, self.buffers, wait=self.config.overlap_param_gather
         )
@@ -139,10 +130,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._reduction.finish()
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiply a loss by the loss scale (fp16); other runs get it back as it is."""
-        return loss if self.scaler is None else loss * self.scaler.scale
-
     # ---- parameters ----------------------------------------------------------------------
 
     def start_param_sync(self) -> None:
@@ -154,12 +141,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Wait until all parameters are whole on this rank."""
         for bucket in self._forward_order:
             bucket.finish_param_sync()
-
-    @property
-    def param_gather_handle(self) -> object | None:
-        """A gather that is under way, or None."""
-        handles = (buffer.param_gather_handle for buffer in self.buffers)
-        return next((handle for handle in handles if handle is not None), None)
 
     # ---- the step ------------------------------------------------------------------------
 
@@ -183,29 +164,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_param_sync()
         self.finish_grad_sync()
         self._check_fresh()
-        facts = self._agree()
+        amp = found_by_amp(self, ranks=self.dp.size)
+        facts = self._agree(
+            want_norm=self.config.clip_grad > 0.0,
+            want_finite=self.scaler is not None or amp is not None,
+            amp_found=amp,
+        )
         if self._skips(facts):
             return loss
         self._update(facts)
         return loss
-
-    def _agree(self) -> StepFacts:
-        """Exchange norm, non-finite values and used parameters."""
-        decays = self.config.unused_parameters == "decay"
-        used = [slot.used or (decays and slot.param.requires_grad) for slot in self._slots]
-        amp = found_by_amp(self, ranks=self.dp.size)
-        return agree(
-            self.pieces,
-            used,
-            want_norm=self.config.clip_grad > 0.0,
-            want_finite=self.scaler is not None or amp is not None,
-            want_zeros=self.config.log_num_zeros_in_grad,
-            amp_found=amp,
-            dp=self.dp,
-            redundant=self._redundant,
-            model=self.model_groups,
-            device=self._collected.device,
-        )
 
     def _skips(self, facts: StepFacts) -> bool:
         """Say whether this step is skipped, and tell the loss scale."""
@@ -222,14 +190,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update every bucket in forward order; gather each at once, or all behind."""
         self.num_zeros_in_grad = facts.zeros
         scale = grad_scale_tensor(self._divisor(facts), self._collected.device)
-        decoupled, correct = self.config.decoupled_weight_decay, self.config.bias_correction
-        settings = [
-            AdamSettings.from_group(group, decoupled=decoupled, bias_correction=correct)
-            for group in self.param_groups
-        ]
+        settings = self._group_settings()
         self._reduction.divided = True
-        for name, used in zip(self.steps, facts.used, strict=True):
-            self.steps[name] += used
+        self._count_steps(facts)
         eager = self.config.overlap_param_gather_with_optimizer_step
         for bucket in self._forward_order:
             self._update_bucket(self.shard_of(bucket), facts, settings, scale)
@@ -248,11 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scale: Tensor | None,
     ) -> None:
         """Update this rank's piece of one bucket."""
-
-        def used(piece: Piece) -> bool:
-            return facts.used[self._position[piece.name]]
-
-        for call in shard.calls(used):
+        for call in shard.calls(self._is_used(facts)):
             steps = [self.steps[name] for name in call.names]
             adam_step(self.config.kernel, call.pieces, settings[call.group], steps, scale)
         shard.write_params()
@@ -292,38 +251,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- state ---------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the buffers are laid out once, at construction.
-
-        Raises:
-            OptimizerError: always, but while the optimizer is being built.
-        """
-        if not self._building:
-            raise OptimizerError(
-                "add_param_group: parameters must be given at construction, got a group later",
-                hint="build a new optimizer and load the state of this one into it",
-            )
-        super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own part of the state, by name; makes no collective call.
-
-        Tensors are views, not copies. ``ckpttools inspect`` tells of a file of it which rank it is
-        and which ranks are missing.
-        """
-        return rank_state(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` of the same rank of an equal optimizer returned.
-
-        Touches masters, moments, step counts and group settings, and nothing else: no parameter,
-        no random state, no loss scale but the one in it.
-
-        Raises:
-            OptimizerError: it is of another rank, world size or model; nothing was changed.
-        """
-        load_rank_state(self, state_dict)
-
     def build_model_gbuf_param_range_map(self) -> dict[nn.Parameter, dict[str, Range]]:
         """Return for each parameter of which this rank owns a part where that part lies.
 
@@ -339,58 +266,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for piece in self.pieces
         }
 
-    def sharded_param_state_dp_zero(self) -> dict[int, dict[Any, dict[str, Any]]] | None:
-        """Gather the state to data-parallel rank zero, in Megatron's form; None elsewhere.
-
-        A collective call. No rank needs more than a bucket beside what it has; rank zero gets the
-        whole state in host memory.
-        """
-        return gathered_param_state(self)
-
-    def gather_torch_state_dict(self) -> dict[str, Any] | None:
-        """Gather the state to data-parallel rank zero in torch's own form; None elsewhere.
-
-        A collective call. What it returns loads into ``torch.optim.AdamW`` of the same groups.
-        """
-        return gathered_torch_state(self)
-
-    def load_torch_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state in torch's own form, of which every rank has the whole.
-
-        Raises:
-            OptimizerError: it is another model's; nothing was changed.
-        """
-        load_torch_state(self, state_dict)
-
-    def shard_of(self, bucket: Bucket) -> BucketShard:
+    def shard_of(self, bucket: LiveBucket) -> BucketShard:
         """Return this rank's state of one bucket of :attr:`buffers`."""
         return self._by_bucket[id(bucket)]
 
-    def describe(self) -> ShardedLayout:
-        """Return the layout of the whole run: which element of which tensor is on which rank.
-
-        A collective call of all ranks; the value is the same on each.
-
-        Raises:
-            OptimizerError: tensor ranks don't have the same parameters, or a tied embedding isn't
-                marked on every stage that has it.
-        """
-        mine = describe_rank(self, busbw=self.config.pad_buckets_for_high_nccl_busbw)
-        found = exchange(mine, self.dp, self.tp, self.pp)
-        layout = join_ranks(
-            {(tp, pp): one for (tp, dp, pp), one in found.items() if dp == 0}, self.dp.size
+    def _describe_rank(self) -> RankDescription:
+        return RankDescription(
+            kind=self.kind,
+            chunks=describe_chunks(self),
+            slots=zero1_slots(dtype_name(buffer.param_dtype) for buffer in self.buffers),
+            grad_dtypes=describe_grads(self.buffers),
+            cuts={(b.chunk, dtype_name(b.param_dtype)): b.cuts for b in self.buffers},
+            busbw=self.config.pad_buckets_for_high_nccl_busbw,
         )
-        check_live(self, layout)
-        return layout
-
-    def reload_model_params(self) -> None:
-        """Make the masters anew of the parameters, as after loading weights alone."""
-        for shard in self.shards:
-            shard.read_params()
-
-    # ---- building ------------------------------------------------------------------------
-
-    def _counts_in_norm(self, slot: GradSlot) -> bool:
-        """Say whether this rank's copy of a parameter is the one that a norm counts."""
-        sharding = slot.managed.sharding
-        return not sharding.tied_to and (sharding.split is not None or self.tp.rank == 0)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from ckpttools.errors import ConfigError
 from ckpttools.optimizer.config import OptimizerConfig
+from ckpttools.optimizer.distributed_fused_adam import DistributedFusedAdam
 from ckpttools.optimizer.distributed_optimizer import DistributedOptimizer
 from ckpttools.optimizer.groups import ParallelGroups
-from ckpttools.optimizer.parameters import Rename, Sharding
+from ckpttools.optimizer.parameters import Params, Rename, Sharding
+from ckpttools.optimizer.sharded_optimizer import ShardedOptimizer
 
 Condition = Callable[[str, nn.Parameter], bool]
 """Says of a parameter, by name, whether something holds for it."""
@@ -31,8 +34,9 @@ def get_megatron_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that a configuration asks for.
 
-    With ``use_distributed_optimizer`` a :class:`DistributedOptimizer` (ZeRO-1), otherwise torch's
-    AdamW or Adam. Parameter groups are Megatron's: biases and 1-D parameters, or those for which
+    For ``optimizer`` "distributed_fused_adam" a :class:`DistributedFusedAdam` (ZeRO-2); with
+    ``use_distributed_optimizer`` a :class:`DistributedOptimizer` (ZeRO-1); otherwise torch's AdamW
+    or Adam. Parameter groups are Megatron's: biases and 1-D parameters, or those for which
     ``no_weight_decay_cond`` holds, don't decay (``wd_mult`` 0); those for which ``scale_lr_cond``
     holds learn at ``lr_mult`` times the rate. Source: ``_get_param_groups`` of
     megatron/core/optimizer/__init__.py, core 0.16.1.
@@ -42,23 +46,11 @@ def get_megatron_optimizer(
     """
     settings = config if isinstance(config, OptimizerConfig) else OptimizerConfig.from_args(config)
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    if settings.optimizer != "adam":
-        raise ConfigError(
-            f"optimizer: must be adam, the sharded optimizer of this release, got "
-            f"{settings.optimizer!r}"
-        )
     if settings.lr is None:
         raise ConfigError("lr: must be set, got none")
     param_groups = megatron_groups(settings, chunks, no_weight_decay_cond, scale_lr_cond, lr_mult)
-    if settings.use_distributed_optimizer:
-        return DistributedOptimizer(
-            param_groups,
-            settings,
-            modules=chunks,
-            groups=groups,
-            shardings=shardings,
-            rename=rename,
-        )
+    if settings.sharded:
+        return _sharded(settings, param_groups, chunks, groups, shardings, rename)
     settings.require_unsharded()
     kind = torch.optim.AdamW if settings.decoupled_weight_decay else torch.optim.Adam
     return kind(
@@ -68,6 +60,24 @@ def get_megatron_optimizer(
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
     )
+
+
+def _sharded(
+    config: OptimizerConfig,
+    params: list[dict[str, object]],
+    chunks: Sequence[nn.Module],
+    groups: ParallelGroups | None,
+    shardings: Mapping[str, Sharding] | None,
+    rename: Rename | None,
+) -> ShardedOptimizer:
+    """Return the sharded optimizer that a configuration asks for."""
+    fused = config.optimizer == "distributed_fused_adam"
+    build = DistributedFusedAdam.from_config if fused else _zero1
+    return build(config, params, modules=chunks, groups=groups, shardings=shardings, rename=rename)
+
+
+def _zero1(config: OptimizerConfig, params: Params, **given: Any) -> ShardedOptimizer:
+    return DistributedOptimizer(params, config, **given)
 
 
 def megatron_groups(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ckpttools.errors import ConfigError
-from ckpttools.optimizer.buffers import Bucket, ParamAndGradBuffer
+from ckpttools.optimizer.live import LiveBucket, LiveBuffer
 
 
 class ForwardGathers:
@@ -25,29 +25,32 @@ class ForwardGathers:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], buffers: Sequence[ParamAndGradBuffer], *, wait: bool
+        self,
+        modules: Sequence[nn.Module],
+        buffers: Sequence[LiveBuffer],
+        *,
+        wait: bool,
+        setting: str = "overlap_param_gather",
     ) -> None:
         self._handles: list[RemovableHandle] = []
         if not wait:
             return
         if not modules:
             raise ConfigError(
-                "overlap_param_gather: the optimizer must be given the module, got parameters alone"
+                f"{setting}: the optimizer must be given the module, got parameters alone"
             )
-        bucket_of: dict[int, Bucket] = {
-            id(slot.param): bucket
-            for buffer in buffers
-            for bucket in buffer.buckets
-            for slot in bucket.slots
-        }
+        buckets_of: dict[int, list[LiveBucket]] = {}
+        everything = [bucket for buffer in buffers for bucket in buffer.buckets]
+        for bucket in everything:
+            for slot in bucket.slots:
+                buckets_of.setdefault(id(slot.param), []).append(bucket)
         for root in modules:
             for module in root.modules():
-                owned = [bucket_of.get(id(p)) for p in module.parameters(recurse=False)]
-                buckets = list(dict.fromkeys(bucket for bucket in owned if bucket is not None))
+                owned = [buckets_of.get(id(p), []) for p in module.parameters(recurse=False)]
+                buckets = list(dict.fromkeys(bucket for mine in owned for bucket in mine))
                 if buckets:
                     hook = partial(_wait, buckets)
                     self._handles.append(module.register_forward_pre_hook(hook))
-            everything = [b for buffer in buffers for b in buffer.buckets]
             saving = partial(_wait_before_saving, everything)
             handle = root.register_state_dict_pre_hook(saving)  # type: ignore[no-untyped-call]  # torch's stubs lack it
             self._handles.append(handle)
@@ -58,14 +61,14 @@ class ForwardGathers:
             handle.remove()
 
 
-def _wait(buckets: Sequence[Bucket], module: nn.Module, args: object) -> None:
+def _wait(buckets: Sequence[LiveBucket], module: nn.Module, args: object) -> None:
     del module, args
     for bucket in buckets:
         bucket.finish_param_sync()
 
 
 def _wait_before_saving(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[LiveBucket],
     module: nn.Module,
     prefix: str,
     keep_vars: bool,  # torch's own

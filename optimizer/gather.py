@@ -18,8 +18,8 @@ from ckpttools.layout.megatron import BufferLayout
 from ckpttools.manifest import MASTER, WEIGHT
 from ckpttools.optimizer.agreement import raise_together
 from ckpttools.optimizer.collectives import Collectives
-from ckpttools.optimizer.shards import MOMENTS, BucketShard
-from ckpttools.optimizer.state import StateOwner
+from ckpttools.optimizer.live import LiveShard, StateOwner
+from ckpttools.optimizer.shards import MOMENTS
 
 PIECE_NUMEL = 1 << 22
 """Elements of a message: 16 MiB of fp32."""
@@ -56,7 +56,8 @@ def gather_to_zero(
     scratch: dict[torch.dtype, Tensor] = {}
     for buffer_index, shard in _shards(optimizer):
         error: Exception | None = None
-        for slot, local in _slots(shard).items():
+        for slot in (WEIGHT, *shard.logical_slots()):
+            local = shard.bucket.local_params if slot == WEIGHT else shard.logical(slot)
             for owner in range(optimizer.dp.size):
                 for low in range(0, local.numel(), piece_numel):
                     part = local[low : low + piece_numel]
@@ -104,9 +105,14 @@ def gathered_param_state(optimizer: StateOwner) -> dict[int, dict[Any, dict[str,
             tensors["numel_unpadded"] = numel
             result[index] = {(buffer.param_dtype, buffer.grad_dtype): tensors}
 
+    masters = [WEIGHT] * len(optimizer.buffers)
+    for index, shard in _shards(optimizer):
+        if MASTER in shard.logical_slots():
+            masters[index] = MASTER
+
     def keep(got: Gathered) -> None:
         buffer = optimizer.buffers[got.buffer]
-        name = _megatron_slot(got.slot, buffer.param_dtype)
+        name = _megatron_slot(got.slot, masters[got.buffer])
         if name is None:
             return
         target = result[got.buffer][buffer.param_dtype, buffer.grad_dtype][name]
@@ -130,22 +136,16 @@ def unpadded_place(layout: BufferLayout, bucket: int, start: int, numel: int) ->
     return before + start, length
 
 
-def _megatron_slot(slot: str, dtype: torch.dtype) -> str | None:
-    """Return Megatron's name of a slot; the master of an fp32 parameter is its weight."""
+def _megatron_slot(slot: str, master: str) -> str | None:
+    """Return Megatron's name of a slot; ``master`` is the slot of masters, or the weight."""
     if slot in MOMENTS:
         return slot
-    master = WEIGHT if dtype == torch.float32 else MASTER
     return "param" if slot == master else None
 
 
-def _shards(optimizer: StateOwner) -> Iterator[tuple[int, BucketShard]]:
+def _shards(optimizer: StateOwner) -> Iterator[tuple[int, LiveShard]]:
     """Yield every bucket's shard with the number of its buffer; the same order on every rank."""
     at = iter(optimizer.shards)
     for index, buffer in enumerate(optimizer.buffers):
         for _ in buffer.buckets:
             yield index, next(at)
-
-
-def _slots(shard: BucketShard) -> dict[str, Tensor]:
-    """Return this rank's flat pieces of a bucket by slot, the weight among them."""
-    return {WEIGHT: shard.bucket.local_params, **shard.slots()}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ckpttools.optimizer.collectives import Collectives
-from ckpttools.optimizer.shards import Piece
+from ckpttools.optimizer.live import LivePiece
 
 _HEAD = 4
 """Entries before the flags."""
@@ -44,7 +44,7 @@ class StepFacts:
 
 
 def agree(
-    pieces: Sequence[Piece],
+    pieces: Sequence[LivePiece],
     used: Sequence[bool],
     *,
     want_norm: bool,
@@ -101,6 +101,19 @@ def sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(grads), 2, dtype=torch.float32)
     return torch.stack(norms).double().square().sum()
+
+
+def norm_squared(
+    pieces: Sequence[LivePiece],
+    dp: Collectives,
+    model: Sequence[Collectives],
+    device: torch.device,
+) -> float:
+    """Return the square of the norm of all ranks' gradients, before any division; collective."""
+    total = sum_of_squares([p.grad for p in pieces if p.exclusive], device).reshape(1)
+    for group in (dp, *model):
+        group.all_reduce(total)
+    return float(total)
 
 
 def count_non_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ckpttools.manifest import MASTER
 from ckpttools.optimizer.adam import PIECE_ALIGNMENT, Pieces, scratch_views
 from ckpttools.optimizer.buffers import Bucket, GradSlot, ParamAndGradBuffer
+from ckpttools.optimizer.live import LivePiece
 from ckpttools.optimizer.ranges import ParamRange
 
 EXP_AVG = "exp_avg"
@@ -48,6 +50,23 @@ class Piece:
         """Return the piece of each optimizer slot by its name."""
         return {MASTER: self.master, EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}
 
+    def logical_slots(self) -> tuple[str, ...]:
+        """Return the slots of state: the master where it isn't the weight, and both moments."""
+        return MOMENTS if self.slot.param.dtype == torch.float32 else (MASTER, *MOMENTS)
+
+    def values(self, slot: str) -> Tensor:
+        """Return a slot's values: fp32, 1-D, a view; only to be read."""
+        return self.slots()[slot]
+
+    @torch.no_grad()
+    def put(self, slot: str, values: Tensor) -> None:
+        """Keep fp32 values, 1-D."""
+        self.slots()[slot].copy_(values)
+
+    def stored(self) -> dict[str, Tensor]:
+        """Return the tensors that are state: the master only where it is no parameter."""
+        return {slot: self.values(slot) for slot in self.logical_slots()}
+
 
 class BucketShard:
     """This rank's optimizer state of one bucket.
@@ -76,6 +95,14 @@ class BucketShard:
         """Return the flat state by slot; fp32 parameters have no master beside themselves."""
         master = {MASTER: self.master} if self.owns_master else {}
         return {**master, EXP_AVG: self.exp_avg, EXP_AVG_SQ: self.exp_avg_sq}
+
+    def logical_slots(self) -> tuple[str, ...]:
+        """Return the names that `logical` knows."""
+        return tuple(self.slots())
+
+    def logical(self, slot: str) -> Tensor:
+        """Return a slot's values over the whole shard, fp32; zero in padding."""
+        return self.slots()[slot]
 
     def calls(self, used: Callable[[Piece], bool]) -> tuple[GroupCall, ...]:
         """Return the kernel calls for the pieces that are to be updated, one a parameter group."""
@@ -147,21 +174,22 @@ def _group_calls(chosen: Sequence[Piece], scratch: Tensor) -> Iterator[GroupCall
             )
 
 
-_Span = tuple[Piece, int, int]
+_P = TypeVar("_P", bound=LivePiece)
+_Span = tuple[_P, int, int]
 """Elements of a piece, from and to."""
 
 
-def _whole(piece: Piece) -> _Span:
+def _whole(piece: Piece) -> _Span[Piece]:
     return piece, 0, piece.range.param.size
 
 
-def batched(pieces: Sequence[Piece], limit: int) -> list[list[_Span]]:
+def batched(pieces: Sequence[_P], limit: int) -> list[list[_Span[_P]]]:
     """Cut pieces in batches of at most ``limit`` elements, in order, all elements once.
 
     Cuts lie at multiples of 16 elements from the parameter's start, where they change no bit of
     the update. ``limit`` is at least 16, or the largest piece.
     """
-    batches: list[list[_Span]] = [[]]
+    batches: list[list[_Span[_P]]] = [[]]
     room = limit
     for piece in pieces:
         low, size = 0, piece.range.param.size

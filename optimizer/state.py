@@ -8,65 +8,41 @@ what it is a part of.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpttools.errors import OptimizerError
 from ckpttools.layout.sharded import Topology
-from ckpttools.manifest import MASTER
-from ckpttools.optimizer.buffers import ParamAndGradBuffer
-from ckpttools.optimizer.collectives import Collectives
-from ckpttools.optimizer.config import OptimizerConfig
-from ckpttools.optimizer.grad_scaler import GradScaler
-from ckpttools.optimizer.parameters import ManagedParam
-from ckpttools.optimizer.shards import BucketShard, Piece
+from ckpttools.layout.slots import SCALE_SUFFIX, WEIGHT
+from ckpttools.optimizer.live import LivePiece, StateOwner
 
 FORMAT = "ckpttools-rank-state"
 FORMAT_VERSION = 1
-
-
-class StateOwner(Protocol):
-    """What the functions here and in ``gather`` need of an optimizer."""
-
-    config: OptimizerConfig
-    dp: Collectives
-    tp: Collectives
-    pp: Collectives
-    buffers: tuple[ParamAndGradBuffer, ...]
-    shards: tuple[BucketShard, ...]
-    pieces: tuple[Piece, ...]
-    managed: tuple[ManagedParam, ...]
-    steps: dict[str, int]
-    trains: frozenset[str]
-    scaler: GradScaler | None
-    param_groups: list[dict[str, Any]]
 
 
 def rank_state(optimizer: StateOwner) -> dict[str, Any]:
     """Return this rank's masters, moments and steps by name, its groups, and who it is.
 
     Tensors are views. A parameter that is cut between ranks is there with the part of its
-    flattened elements, ``start`` to ``stop``, that this rank owns. fp32 parameters have no master
-    of their own.
+    flattened elements, ``start`` to ``stop``, that this rank owns; of ``zero2`` with a list of
+    such parts, one a bucket. fp32 parameters have no master of their own.
     """
+    parts: dict[str, Any] = {}
+    for piece in optimizer.pieces:
+        if optimizer.kind == "zero1":
+            parts[piece.name] = _part(piece)
+        else:
+            parts.setdefault(piece.name, []).append(_part(piece))
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "kind": "zero1",
+        "kind": optimizer.kind,
         **identity(optimizer),
         "names": list(optimizer.steps),
         "steps": dict(optimizer.steps),
-        "state": {
-            piece.name: {
-                "shape": list(piece.slot.param.shape),
-                "start": piece.range.param.start,
-                "stop": piece.range.param.end,
-                **stored_slots(piece),
-            }
-            for piece in optimizer.pieces
-        },
+        "state": parts,
         "param_groups": groups_by_name(optimizer),
         "grad_scaler": optimizer.scaler.state_dict() if optimizer.scaler is not None else None,
     }
@@ -88,12 +64,17 @@ def identity(optimizer: StateOwner) -> dict[str, int]:
     return {"rank": rank, "world_size": topology.world_size, **place}
 
 
-def stored_slots(piece: Piece) -> dict[str, Tensor]:
-    """Return the tensors of a piece that are state: the master only where it is no parameter."""
-    slots = piece.slots()
-    if piece.slot.param.dtype == torch.float32:
-        del slots[MASTER]
-    return slots
+def _part(piece: LivePiece) -> dict[str, Any]:
+    """Return the state of one piece; the scale of 16-bit values is a number."""
+    return {
+        "shape": list(piece.slot.param.shape),
+        "start": piece.range.param.start,
+        "stop": piece.range.param.end,
+        **{
+            slot: tensor.item() if slot.endswith(SCALE_SUFFIX) else tensor
+            for slot, tensor in piece.stored().items()
+        },
+    }
 
 
 def groups_by_name(optimizer: StateOwner) -> list[dict[str, Any]]:
@@ -123,7 +104,7 @@ def load_rank_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
             f"{where}: must be a rank's state of format {FORMAT} {FORMAT_VERSION}, got "
             f"{state.get('format')!r:.40} {state.get('format_version')!r:.20}"
         )
-    for key, mine in {"kind": "zero1", **identity(optimizer)}.items():
+    for key, mine in {"kind": optimizer.kind, **identity(optimizer)}.items():
         if state.get(key) != mine:
             raise OptimizerError(
                 f"{where}: {key} must be {mine}, got {state.get(key)!r:.40}",
@@ -131,10 +112,15 @@ def load_rank_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
             )
     _check_names(where, "names", list(optimizer.steps), list(state.get("names", ())))
     parts = state.get("state", {})
-    mine_by_name = {piece.name: piece for piece in optimizer.pieces}
+    mine_by_name: dict[str, list[LivePiece]] = {}
+    for piece in optimizer.pieces:
+        mine_by_name.setdefault(piece.name, []).append(piece)
     _check_names(where, "state", list(mine_by_name), list(parts))
     copies = [
-        pair for name, piece in mine_by_name.items() for pair in _copies(where, piece, parts[name])
+        pair
+        for name, pieces in mine_by_name.items()
+        for piece, part in zip(pieces, _parts(where, name, parts[name], len(pieces)), strict=True)
+        for pair in _copies(where, piece, part)
     ]
     steps = _steps(where, state, optimizer)
     groups = matched_groups(optimizer, state.get("param_groups", ()), where)
@@ -173,7 +159,20 @@ def matched_groups(optimizer: StateOwner, groups: object, where: str) -> list[di
     return [{key: value for key, value in one.items() if key != "params"} for one in saved]
 
 
-def _copies(where: str, piece: Piece, saved: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+def _parts(where: str, name: str, entry: object, count: int) -> list[Mapping[str, Any]]:
+    """Return the parts of a parameter that a rank saved.
+
+    Raises:
+        OptimizerError: there are more or fewer of them than here.
+    """
+    parts = entry if isinstance(entry, list) else [entry]
+    found = [part for part in parts if isinstance(part, Mapping)]
+    if len(found) != count or len(parts) != count:
+        raise OptimizerError(f"{where}: {name}: must have {count} parts, got {len(parts)}")
+    return found
+
+
+def _copies(where: str, piece: LivePiece, saved: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Return (target, source) for each slot of a piece, checked."""
     part = piece.range.param
     expected = (list(piece.slot.param.shape), part.start, part.end)
@@ -183,7 +182,7 @@ def _copies(where: str, piece: Piece, saved: Mapping[str, Any]) -> list[tuple[Te
             f"{where}: {piece.name}: shape and range must be {expected}, got {got}"
         )
     pairs = []
-    slots = stored_slots(piece)
+    slots = piece.stored()
     _check_names(
         where,
         piece.name,
@@ -192,6 +191,8 @@ def _copies(where: str, piece: Piece, saved: Mapping[str, Any]) -> list[tuple[Te
     )
     for slot, target in slots.items():
         source = saved[slot]
+        if slot.endswith(SCALE_SUFFIX):
+            source = torch.full((1,), float(source))
         if not isinstance(source, Tensor) or source.shape != target.shape:
             raise OptimizerError(
                 f"{where}: {piece.name} ({slot}): must be a tensor of {tuple(target.shape)}, got "
@@ -201,6 +202,14 @@ def _copies(where: str, piece: Piece, saved: Mapping[str, Any]) -> list[tuple[Te
             raise OptimizerError(
                 f"{where}: {piece.name} ({slot}): must be {target.dtype}, got {source.dtype}"
             )
+        if slot == WEIGHT:
+            if not torch.equal(target, source):
+                raise OptimizerError(
+                    f"{where}: {piece.name}: the model must have the weights of the state, which "
+                    f"are half of its masters, got others",
+                    hint="load the model's weights before the optimizer's state",
+                )
+            continue
         pairs.append((target, source))
     return pairs
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ckpttools.errors import OptimizerError
 from ckpttools.manifest import MASTER, WEIGHT
 from ckpttools.optimizer.gather import Gathered, gather_to_zero
-from ckpttools.optimizer.state import StateOwner, stored_slots
+from ckpttools.optimizer.live import LivePiece, StateOwner
 
 _HIDDEN = ("params", "param_names")
 
@@ -98,14 +98,14 @@ def load_torch_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
     if counts != mine:
         raise OptimizerError(f"{where}: groups must have {mine} parameters, got {counts}")
     saved = state.get("state", {})
-    copies: list[tuple[Tensor, Tensor]] = []
+    copies: list[tuple[LivePiece, str, Tensor]] = []
     for piece in optimizer.pieces:
         entry = saved.get(index[piece.name])
         part = piece.range.param
-        for slot, target in stored_slots(piece).items():
+        for slot in piece.logical_slots():
             if entry is None:
                 if slot != MASTER:
-                    copies.append((target, torch.zeros_like(target)))
+                    copies.append((piece, slot, torch.zeros(part.size)))
                 continue
             if slot not in entry:
                 if slot == MASTER:
@@ -116,18 +116,17 @@ def load_torch_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
                     f"{where}: {piece.name} ({slot}): shape must be "
                     f"{tuple(piece.slot.param.shape)}, got {tuple(entry[slot].shape)}"
                 )
-            if entry[slot].dtype != target.dtype:
+            if entry[slot].dtype != torch.float32:
                 raise OptimizerError(
-                    f"{where}: {piece.name} ({slot}): dtype must be {target.dtype}, got "
+                    f"{where}: {piece.name} ({slot}): dtype must be {torch.float32}, got "
                     f"{entry[slot].dtype}"
                 )
-            copies.append((target, entry[slot].reshape(-1)[part.start : part.end]))
+            copies.append((piece, slot, entry[slot].reshape(-1)[part.start : part.end]))
     steps = {name: _step(where, name, saved.get(index[name])) for name in optimizer.steps}
     for live, group in zip(optimizer.param_groups, groups, strict=True):
         live.update({key: group[key] for key in live if key in group and key not in _HIDDEN})
-    with torch.no_grad():
-        for target, source in copies:
-            target.copy_(source)
+    for piece, slot, values in copies:
+        piece.put(slot, values)
     optimizer.steps.update(steps)
 
 

@@ -15,6 +15,7 @@ from ckpttools.errors import FormatError, UnsupportedError
 from ckpttools.formats import DescribesParts
 from ckpttools.formats.native import Zero1Format
 from ckpttools.formats.native.rank_state import read_rank_file
+from ckpttools.optimizer import DistributedFusedAdam
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -37,7 +38,7 @@ def rank_state() -> dict[str, Any]:
         "names": ["w", "v"],
         "state": {"w": {"shape": [5, 4], "start": 10, "stop": 20, **slots}},
         "param_groups": [{"lr": 0.1, "params": ["w", "v"]}],
-        "step": 7,
+        "steps": {"w": 7, "v": 7},
     }
 
 
@@ -126,7 +127,7 @@ def entry(**fields: object) -> Change:
         (lambda s: s.update(world_size=9), "rank must follow from its places"),
         (lambda s: s.update(tp_rank=2), "tp_rank must be below tp_size, got 2 and 2"),
         (lambda s: s.update(dp_size="2"), "dp_rank must be below dp_size"),
-        (lambda s: s["state"].update(w=[1]), "'w': must be a dict by name, got list"),
+        (lambda s: s["state"].update(w=[1]), "'w': must be a dict by name, got int"),
         (lambda s: s["state"].update({3: {}}), "3: must be a dict by name"),
         (entry(stop=21), "start and stop must be elements of shape"),
         (entry(start=-1), "start and stop must be elements of shape"),
@@ -157,3 +158,26 @@ def test_damage_is_found_by_verify(file: Path) -> None:
     with pytest.raises((FormatError, UnsupportedError)):
         api.open_checkpoint(file, format="zero1")
     assert Zero1Format().check(file) != []
+
+
+@pytest.mark.parametrize("steps", [{"w": 7, "v": 8}, {}, [7], {"w": "7", "v": "7"}, None])
+def test_a_step_is_told_where_all_parameters_have_one(steps: object, tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda state: state.update(steps=steps))
+    assert api.inspect(path)["step"] is None
+
+
+def test_the_fused_optimizer_s_own_state_tells_of_its_parts(tmp_path: Path) -> None:
+    model = torch.nn.Linear(13, 29)
+    optimizer = DistributedFusedAdam(model, lr=0.1, bucket_cap_mb=0.0005)
+    model(torch.ones(13)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "rank0.pt")
+    found = api.inspect(tmp_path / "rank0.pt")
+    assert (found["format"], found["step"]) == ("zero2", 1)
+    tensors = found["tensors"]
+    assert isinstance(tensors, list)
+    parts = sorted((t["start"], t["stop"]) for t in tensors if t["name"] == "weight")
+    assert len(parts) > 4  # in several buckets
+    assert sum(stop - start for start, stop in parts) == 2 * 13 * 29  # of two moments
+    with pytest.raises(UnsupportedError, match="must be the state of all 1 ranks, got rank 0"):
+        api.read_manifest(tmp_path / "rank0.pt")

@@ -49,13 +49,23 @@ MEGATRON_DEFAULTS: dict[str, object] = {
     "bucket_size": None,
     "pad_buckets_for_high_nccl_busbw": False,
 }
+APEX_DEFAULTS: dict[str, object] = {
+    "bucket_cap_mb": 100.0,
+    "pipeline_size": 2,
+    "average_grad_sync": True,
+    "contiguous_param_buffer": False,
+    "contiguous_grad_buffer": False,
+    "store_params": True,
+    "store_param_remainders": False,
+    "with_scaled_states": False,
+}
 OURS: dict[str, object] = {"kernel": "fused", "bias_correction": True, "unused_parameters": "skip"}
 
 
-def test_names_and_defaults_are_megatrons_and_three_are_ours() -> None:
+def test_names_and_defaults_are_megatrons_and_apexs_and_three_are_ours() -> None:
     config = OptimizerConfig()
     found = {item.name: getattr(config, item.name) for item in fields(config)}
-    assert found == MEGATRON_DEFAULTS | OURS
+    assert found == MEGATRON_DEFAULTS | APEX_DEFAULTS | OURS
     assert sorted(SETTING_NAMES) == sorted(found)
 
 

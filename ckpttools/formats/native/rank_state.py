@@ -2,6 +2,7 @@
 
 Such a file is a part: which rank of how many it is of, and for each parameter that the rank owns
 elements of, the flat range ``[start, stop)`` of the local tensor and its slots as 1-D tensors.
+Under ``zero2``, where a parameter may lie in several buckets, there is a list of such ranges.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RankState:
     slots: tuple[RankSlot, ...]
     itemsizes: Mapping[str, int]
     params: int
-    step: int | float | None
+    step: int | None
 
     @property
     def missing(self) -> str:
@@ -71,7 +72,7 @@ def read_rank_file(path: Path) -> RankState:
             f"{path}: format_version must be {RANK_VERSION}, got {version!r:.40}",
             hint="a newer ckpttools wrote it" if isinstance(version, int) else "",
         )
-    kind, names, state, step = (tree.get(key) for key in ("kind", "names", "state", "step"))
+    kind, names, state = (tree.get(key) for key in ("kind", "names", "state"))
     if not isinstance(kind, str) or not isinstance(state, dict) or not isinstance(names, list):
         raise FormatError(f"{path}: must have kind, names and state, got others")
     places = {name: _place(tree, f"{name}_rank", f"{name}_size", path) for name in _SIZES}
@@ -81,10 +82,18 @@ def read_rank_file(path: Path) -> RankState:
         raise FormatError(f"{path}: rank must follow from its places {places}, got {rank}")
     itemsizes: dict[str, int] = {}
     slots = [slot for name, entry in state.items() for slot in _slots(name, entry, path, itemsizes)]
-    shown = step if isinstance(step, (int, float)) and not isinstance(step, bool) else None
+    step = _step(tree.get("steps"))
     return RankState(
-        path, kind, rank, world_size, places, tuple(slots), itemsizes, len(names), shown
+        path, kind, rank, world_size, places, tuple(slots), itemsizes, len(names), step
     )
+
+
+def _step(steps: object) -> int | None:
+    """Return the step of all parameters; None where they differ or aren't told."""
+    counts = list(steps.values()) if isinstance(steps, dict) else []
+    first = counts[0] if counts else None
+    same = all(type(count) is int and count == first for count in counts)
+    return first if type(first) is int and same else None
 
 
 def describe_rank_file(path: Path) -> dict[str, object]:
@@ -166,7 +175,9 @@ def _place(tree: Mapping[object, object], key: str, size_key: str, path: Path) -
 
 
 def _slots(name: object, entry: object, path: Path, itemsizes: dict[str, int]) -> list[RankSlot]:
-    """Check the state of one parameter and return its slots."""
+    """Check the state of one parameter, in one part or several, and return its slots."""
+    if isinstance(entry, list):  # zero2: a part for each bucket
+        return [slot for part in entry for slot in _slots(name, part, path, itemsizes)]
     where = f"{path}: state: {name!r:.80}"
     if not isinstance(name, str) or not isinstance(entry, dict):
         raise FormatError(f"{where}: must be a dict by name, got {type(entry).__name__}")
