@@ -181,6 +181,7 @@ def train(
             return {
                 "state_bytes": optimizer_variants.state_bytes(training.optimizer),
                 "live_bytes": optimizer_variants.live_bytes(),
+                "backward_bytes": optimizer_variants.peak_live_bytes(training),
                 "rss_bytes": resident("VmRSS") - before,
                 "peak_rss_bytes": resident("VmHWM") - before,
             }
@@ -218,14 +219,15 @@ def table(result: Answer) -> str:
     if result["skipped"]:
         lines.append(f"skipped, not installed: {'; '.join(result['skipped'])} (see `make peers`)")
     head = f"{'ms':>21}{'whole':>18}{'cost':>18}{'ours/this':>19}{'CPU':>7}"
-    head += f"{'state':>9}{'/formula':>9}{'live':>8}{'RSS':>8}{'peak':>8}"
+    head += f"{'state':>9}{'/formula':>9}{'live':>8}{'backward':>9}{'RSS':>8}{'peak':>8}"
     for precision, rows in result["precisions"].items():
         lines += ["", precision, head]
         lines += [row_of(variant, row) for variant, row in rows.items()]
     lines += [
         "",
         "cost: whole iteration minus compute; ours/this: ratio of costs within a round;",
-        "state, live tensors, resident memory: MB on the fullest rank; (least to greatest)",
+        "state, live tensors, the most of them in a backward pass, resident memory: MB on the",
+        "fullest rank; (least to greatest)",
     ]
     return "\n".join(lines)
 
@@ -237,8 +239,8 @@ def row_of(variant: str, row: Answer) -> str:
     line += ratios(row["ours_to_this"]) if "ours_to_this" in row else blank + " "
     line += f"{row['cpu'][0] * 1e3:7.0f}{megabytes(row['state_bytes']):>9}"
     line += f"{row['state_to_formula']:9.3f}" if row["state_bytes"] else f"{'':9}"
-    for key in ("live_bytes", "rss_bytes", "peak_rss_bytes"):
-        line += f"{megabytes(row[key]):>8}"
+    for key in ("live_bytes", "backward_bytes", "rss_bytes", "peak_rss_bytes"):
+        line += megabytes(row[key]).rjust(9 if key == "backward_bytes" else 8)
     return line
 
 

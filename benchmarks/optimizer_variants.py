@@ -162,6 +162,43 @@ def ours_overlapped(model: nn.Sequential, compute: torch.dtype) -> Training:
     return ours(model, compute, overlap=True)
 
 
+def fused(
+    model: nn.Sequential,
+    compute: torch.dtype,
+    *,
+    overlap: bool = True,
+    remainders: bool = False,
+    contiguous: bool = False,
+) -> Training:
+    """The fused ZeRO-2 optimizer, gradients reduced in fp32, in buckets of 64 MiB."""
+    from ckpttools.optimizer import DistributedFusedAdam
+
+    optimizer = DistributedFusedAdam(
+        model,
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        grad_sync_dtype=torch.float32,
+        param_sync_dtype=compute,
+        bucket_cap_mb=64,
+        overlap_grad_sync=overlap,
+        overlap_param_sync=overlap,
+        store_params=not remainders,
+        store_param_remainders=remainders,
+        contiguous_param_buffer=contiguous,
+    )
+    return Training(model, optimizer, compute)
+
+
+def fused_contiguous(model: nn.Sequential, compute: torch.dtype) -> Training:
+    """The same with parameters in one flat buffer, which gathers write to in place."""
+    return fused(model, compute, contiguous=True)
+
+
+def fused_remainders(model: nn.Sequential, compute: torch.dtype) -> Training:
+    """The same with bfloat16 parameters and int16 remainders for masters."""
+    return fused(model, compute, remainders=True)
+
+
 MAKERS: dict[str, Callable[[nn.Sequential, torch.dtype], Training]] = {
     "compute": no_optimizer,
     "DDP + AdamW": ddp,
@@ -171,9 +208,13 @@ MAKERS: dict[str, Callable[[nn.Sequential, torch.dtype], Training]] = {
     "ours": ours,
     "ours, overlapped": ours_overlapped,
     "ours, 16-bit grads": ours_16,
+    "ours, ZeRO-2": fused,
+    "ours, ZeRO-2 flat": fused_contiguous,
+    "ours, remainders": fused_remainders,
 }
+ONLY_BF16 = frozenset({"ours, 16-bit grads", "ours, remainders"})
 VARIANTS = {
-    "fp32": tuple(name for name in MAKERS if name != "ours, 16-bit grads"),
+    "fp32": tuple(name for name in MAKERS if name not in ONLY_BF16),
     "bf16": tuple(MAKERS),
 }
 
@@ -200,6 +241,33 @@ def state_bytes(optimizer: torch.optim.Optimizer | megatron_variant.Megatron | N
 def live_bytes() -> int:
     """Return the bytes of all tensors that Python knows of, each storage once."""
     return sum(size for _, size in {storage(tensor) for tensor in live_tensors()})
+
+
+def peak_live_bytes(training: Training) -> int:
+    """Return the most bytes of tensors during the backward pass of a step, each storage once.
+
+    Looked at in every third layer, before its pass and after its matrix's gradient when
+    everybody's hooks have run: a look takes longer than a layer.
+    """
+    most = 0
+
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, live_bytes())
+
+    def before(layer: nn.Module, inputs: object, output: Tensor) -> None:
+        del layer, inputs
+        output.register_hook(look)
+
+    handles: list[Any] = []
+    layers = [layer for layer in training.model.modules() if isinstance(layer, Layer)]
+    for layer in layers[::3]:
+        handles.append(layer.register_forward_hook(before))
+        handles.append(layer.weight.register_post_accumulate_grad_hook(look))
+    training.iterate()
+    for handle in handles:
+        handle.remove()
+    return most
 
 
 def live_tensors() -> Iterator[Tensor]:

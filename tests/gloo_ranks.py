@@ -8,7 +8,9 @@ module's own classes travel.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -185,6 +187,8 @@ def _run(
         above = module_name.split(".")[:-1]
         for depth in range(1, len(above) + 1):
             package = ".".join(above[:depth])
+            with contextlib.suppress(ImportError):
+                importlib.import_module(package)
             sys.modules.setdefault(package, types.ModuleType(package))
         sys.modules[module_name] = module
         spec.loader.exec_module(module)

@@ -108,7 +108,7 @@ def _gathered(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["zar", "Megatron", ""])
 def test_an_unknown_format_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(
-        UnknownFormatError, match="must be one of megatron, safetensors, zarr, zero1, got"
+        UnknownFormatError, match="must be one of megatron, safetensors, zarr, zero1, zero2, "
     ):
         api.detect_format(TP1, name)
     with pytest.raises(UnknownFormatError, match="--to: must be one of"):

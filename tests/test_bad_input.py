@@ -257,7 +257,7 @@ LAYOUTS = "core-0.13, core-0.12, core-0.7, core-0.6, core-0.5"
         (("--layout", "core-0.1"), f"--layout: must be one of {LAYOUTS}, got 'core-0.1'"),
         (
             ("--format", "zip"),
-            "format: must be one of megatron, safetensors, zarr, zero1, got 'zip'",
+            f"format: must be one of {', '.join(api.format_names())}, got 'zip'",
         ),
     ],
 )

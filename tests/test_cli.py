@@ -59,7 +59,7 @@ COULD_NOT_RUN = [
     (("inspect", "empty"), "empty: must be of exactly one known format, got none", "known are"),
     (
         ("inspect", "run7", "--format", "zar"),
-        "must be one of megatron, safetensors, zarr, zero1, got",
+        "must be one of megatron, safetensors, zarr, zero1, zero2, ",
         "",
     ),
     (("inspect", "run7", "--format", "zarr"), "zarr.json: ", ""),
@@ -118,7 +118,7 @@ WRONG_USAGE = [
     (("reshard", "run7", "out", "--bucket-size", "big"), "elements or 'none', got 'big'"),
     (("reshard", "run7", "out", "--memory", "much"), "'much' is not a size such as 64MiB"),
     (("reshard", "run7", "out", "--workers", "0"), "0 is not in the range"),
-    (("reshard", "run7", "out", "--accept-loss", "all"), "'all' is not one of 'optimizer',"),
+    (("reshard", "run7", "out", "--accept-loss", "all"), "'all' is not one of 'bias_correction',"),
     (("reshard", "run7", "out", "--vpp", "0"), "0 is not in the range x>=1"),
     (("reshard", "run7", "out", "--first-stage-layers", "0"), "0 is not in the range x>=1"),
     (("reshard", "run7", "out", "--last-stage-layers", "all"), "'all' is not a valid integer"),

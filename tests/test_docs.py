@@ -173,7 +173,8 @@ class Page:
 def test_the_examples_of_a_page_do_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(ROOT / "fixtures" / "megatron", tmp_path / "fixtures" / "megatron")
+    for tool in ("megatron", "apex", "nemo"):
+        shutil.copytree(ROOT / "fixtures" / tool, tmp_path / "fixtures" / tool)
     monkeypatch.chdir(tmp_path)
     assert Page(page.name).run(page.read_text()) == ""
 

@@ -32,7 +32,7 @@ from ckpttools.hooks.together import rank_of, together
 from ckpttools.job import make_files, new_place
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.manifest import MASTER, WEIGHT, Manifest
-from ckpttools.optimizer import DistributedOptimizer, Gathered, gather_to_zero
+from ckpttools.optimizer import Gathered, ShardedOptimizer, gather_to_zero
 from ckpttools.optimizer.describe import sharded_param
 from ckpttools.plan import Pieces, make_plan, pieces
 from ckpttools.storage.crc import crc32
@@ -45,7 +45,7 @@ SCRATCH_BYTES = 32 << 20
 @system_errors()
 def save_gathered(
     directory: str | Path,
-    optimizer: DistributedOptimizer,
+    optimizer: ShardedOptimizer,
     *,
     to: str = "safetensors",
     iteration: int | None = None,
@@ -72,6 +72,12 @@ def save_gathered(
     objects = run_objects(optimizer, iteration=iteration, scheduler=scheduler, carry=carry)
     source = live_manifest(layout, objects)
     draft = formats[to].lay_out(source, Target(), "")
+    if draft.source is not None:
+        raise UsageError(
+            f"to {to}: weights must be written as the run has them, got a format that rounds them "
+            f"otherwise",
+            hint="save with save_sharded, and convert the directory with `ckpttools reshard`",
+        )
     make_plan(source, draft.manifest, left_out=draft.left_out)  # proves the cover
     with staged(place, optimizer, overwrite=overwrite) as root:
         draft = replace(draft, manifest=replace(draft.manifest, root=str(root)))
@@ -89,7 +95,7 @@ def live_manifest(layout: ShardedLayout, objects: Mapping[str, object]) -> Manif
     return build_manifest(layout, files, "", told, with_aliases=True)
 
 
-def _begin(draft: Draft, optimizer: DistributedOptimizer) -> bool:
+def _begin(draft: Draft, optimizer: ShardedOptimizer) -> bool:
     """Make the files in full size, with what is known of them."""
     if rank_of(optimizer) == 0:
         make_files(draft.manifest)
@@ -97,7 +103,7 @@ def _begin(draft: Draft, optimizer: DistributedOptimizer) -> bool:
     return True
 
 
-def _write(draft: Draft, layout: ShardedLayout, optimizer: DistributedOptimizer) -> None:
+def _write(draft: Draft, layout: ShardedLayout, optimizer: ShardedOptimizer) -> None:
     """Bring the state to data-parallel rank zero and write it from there."""
     del layout
     paths = [file.path for file in draft.manifest.files]
@@ -110,7 +116,7 @@ def _write(draft: Draft, layout: ShardedLayout, optimizer: DistributedOptimizer)
 class _Writer:
     """Writes gathered stretches of this rank's model part to their places in whole tensors."""
 
-    def __init__(self, pool: FilePool, manifest: Manifest, optimizer: DistributedOptimizer) -> None:
+    def __init__(self, pool: FilePool, manifest: Manifest, optimizer: ShardedOptimizer) -> None:
         self.pool = pool
         self.optimizer = optimizer
         self.chunks = manifest.by_tensor()
@@ -130,7 +136,7 @@ class _Writer:
                 part = got.data[first - low : last - low]
                 self._write(slot.name, got.slot, first - start, last - start, part)
                 if got.slot == WEIGHT and buffer.param_dtype == torch.float32:
-                    # The master of an fp32 parameter is its weight.
+                    # The master of an fp32 parameter is its weight, whichever kind shards it.
                     self._write(slot.name, MASTER, first - start, last - start, part)
 
     def write_frozen(self) -> bool:
@@ -172,7 +178,7 @@ def _ignore(file: int, offset: int, data: memoryview) -> None:
     """Take note of nothing: several ranks write, so sums are taken when all is there."""
 
 
-def _finish(draft: Draft, optimizer: DistributedOptimizer) -> bool:
+def _finish(draft: Draft, optimizer: ShardedOptimizer) -> bool:
     """Read the files back for their sums, and write what depends on them."""
     if rank_of(optimizer) != 0:
         return True

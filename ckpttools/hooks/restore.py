@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,15 +22,16 @@ from torch import Tensor
 
 from ckpttools import api
 from ckpttools.errors import MismatchError, system_errors
-from ckpttools.formats import ParamGroup, ReadOptions
+from ckpttools.formats import ReadOptions
 from ckpttools.hooks.regions import tiles_of
+from ckpttools.hooks.saved_settings import SavedSettings
 from ckpttools.hooks.together import together
 from ckpttools.layout.megatron import VARIANTS
 from ckpttools.layout.sharded import ShardedParam
+from ckpttools.layout.slots import REMAINDER_SLOT, SCALE_SUFFIX
 from ckpttools.manifest import MASTER, WEIGHT, Manifest
-from ckpttools.optimizer import DistributedOptimizer
-from ckpttools.optimizer.describe import sharded_param
-from ckpttools.optimizer.shards import MOMENTS, Piece
+from ckpttools.optimizer import ShardedOptimizer
+from ckpttools.optimizer.describe import dtype_name, sharded_param
 from ckpttools.plan import Pieces, pieces
 from ckpttools.storage.local import FilePool
 from ckpttools.tiles import read_tile
@@ -57,7 +59,7 @@ class Restored:
 @system_errors()
 def load_sharded(
     path: str | Path,
-    optimizer: DistributedOptimizer,
+    optimizer: ShardedOptimizer,
     *,
     format: str | None = None,  # noqa: A002  # the name of the CLI's option
     options: ReadOptions | None = None,
@@ -125,20 +127,24 @@ def load_sharded(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Want:
-    """Elements ``start`` to ``stop`` of a flattened local tensor of one slot, and their target."""
+    """Elements ``start`` to ``stop`` of a flattened local tensor of one slot, and who takes them.
+
+    They are read as ``dtype``; ``take`` gets them 1-D, on the host.
+    """
 
     param: ShardedParam
     slot: str
     start: int
     stop: int
-    target: Tensor
+    dtype: torch.dtype
+    take: Callable[[Tensor], object]
 
 
 class _Loader:
     """Reads this rank's part of a checkpoint."""
 
     def __init__(
-        self, manifest: Manifest, optimizer: DistributedOptimizer, *, weights_only: bool
+        self, manifest: Manifest, optimizer: ShardedOptimizer, *, weights_only: bool
     ) -> None:
         self.manifest = manifest
         self.optimizer = optimizer
@@ -150,6 +156,13 @@ class _Loader:
             managed.name: sharded_param(managed, optimizer.tp.size, optimizer.trains)
             for managed in optimizer.managed
         }
+        self._kept = {
+            dtype_name(buffer.param_dtype): optimizer.shard_of(bucket).logical_slots()
+            for buffer in optimizer.buffers
+            for bucket in buffer.buckets
+        }
+        canonical = {name: param.canonical for name, param in self._params.items()}
+        self.settings = SavedSettings(manifest, optimizer, canonical)
         self.wanted = list(self._wants())
 
     def check(self, known: Collection[str] | None) -> None:
@@ -161,7 +174,7 @@ class _Loader:
         for param in self._params.values():
             self._check(param, WEIGHT, param.dtype)
             if param.trainable and not self.weights_only:
-                for slot in (*((MASTER,) if param.dtype != "float32" else ()), *MOMENTS):
+                for slot in self._kept.get(param.dtype, ()):
                     self._check(param, slot, "float32")
         names = dict.fromkeys(spec.name for spec in self.manifest.tensors)
         if known is not None and (extra := [name for name in names if name not in known]):
@@ -171,8 +184,7 @@ class _Loader:
                 hint="give strict=False to leave them",
             )
         if not self.weights_only:
-            self._steps()
-            self._groups()
+            self.settings.check()
 
     def read(self) -> None:
         """Read every wanted range into fresh memory."""
@@ -185,7 +197,7 @@ class _Loader:
                 if i not in columns:
                     primaries = [c for c in chunks[i] if c.replica_id == 0]
                     columns[i] = pieces(primaries, ndim=len(self.manifest.tensors[i].shape))
-                fresh = torch.zeros_like(want.target, device="cpu")
+                fresh = torch.zeros(want.stop - want.start, dtype=want.dtype)
                 self._read(pool, columns[i], want, fresh, scratch)
                 self._fresh.append(fresh)
             self.read_bytes = pool.read_bytes
@@ -194,12 +206,12 @@ class _Loader:
         """Take everything over."""
         with torch.no_grad():
             for want, fresh in zip(self.wanted, self._fresh, strict=True):
-                want.target.copy_(fresh)
+                want.take(fresh)
         self._fresh.clear()
         if self.weights_only:
             return
-        self.optimizer.steps.update(self._steps())
-        for live, settings in self._groups():
+        self.optimizer.steps.update(self.settings.steps())
+        for live, settings in self.settings.groups():
             live.update(settings)
         scaler = self.manifest.objects.get("grad_scaler")
         if self.optimizer.scaler is not None and isinstance(scaler, Mapping) and scaler:
@@ -207,11 +219,10 @@ class _Loader:
 
     def unused(self) -> tuple[str, ...]:
         """Return what of this rank's model part no rank takes, by tensor."""
-        slots = (WEIGHT,) if self.weights_only else (WEIGHT, MASTER, *MOMENTS)
         taken = {
             (param.canonical, slot)
             for param in self._params.values()
-            for slot in (slots if param.trainable else (WEIGHT,))
+            for slot in (WEIGHT, *(self._state_slots(param)))
         }
         names = {param.canonical for param in self._params.values()}
         return tuple(
@@ -220,19 +231,25 @@ class _Loader:
             if spec.key not in taken and spec.name in names
         )
 
+    def _state_slots(self, param: ShardedParam) -> tuple[str, ...]:
+        """Return the slots of state that are taken; the master of an fp32 weight is the weight."""
+        if self.weights_only or not param.trainable:
+            return ()
+        master = (MASTER,) if param.dtype == "float32" else ()
+        return (*master, *self._kept.get(param.dtype, ()))
+
     def notes(self) -> tuple[str, ...]:
         """Return a remark on each thing that is not taken, or not told by the checkpoint."""
         rows = [line for param in self._params.values() if (line := self._padding_note(param))]
         if self.weights_only:
             return tuple(rows)
-        groups = self._groups()
+        rows += self._form_notes()
+        groups = self.settings.groups()
         if not groups:
             rows.append(
                 "parameter groups: the checkpoint names no members, so this run's settings stay"
             )
-        saved = self._saved_groups() if groups else []
-        known = {key for live, _ in groups for key in live}
-        if odd := sorted({key for group in saved for key in group.settings} - known - {"step"}):
+        if odd := self.settings.without_a_place():
             rows.append(f"parameter groups: this run's have no place for {', '.join(odd)}")
         scaler = self.manifest.objects.get("grad_scaler")
         if scaler and self.optimizer.scaler is None:
@@ -240,6 +257,14 @@ class _Loader:
         if self.optimizer.scaler is not None and not isinstance(scaler, Mapping):
             rows.append("grad_scaler: the checkpoint has none, so this run's loss scale stays")
         return tuple(rows)
+
+    def _form_notes(self) -> Iterator[str]:
+        """Say where this run keeps state in a form that isn't the checkpoint's."""
+        slots = {slot for shard in self.optimizer.shards for slot in shard.slots()}
+        if REMAINDER_SLOT in slots:
+            yield "weights are their masters rounded half away from zero, as remainders need them"
+        if any(slot.endswith(SCALE_SUFFIX) for slot in slots):
+            yield "this run keeps state in 16 bits with scales: what was loaded is rounded to them"
 
     def _padding_note(self, param: ShardedParam) -> str:
         """Say where rows of vocabulary padding have no place here, or none in the checkpoint."""
@@ -252,26 +277,22 @@ class _Loader:
             f"here: rows of padding that only one side has are left out, or stay zero"
         )
 
-    def _saved_groups(self) -> list[ParamGroup]:
-        saved = self.manifest.objects.get("param_groups")
-        return [g for g in saved if isinstance(g, ParamGroup)] if isinstance(saved, tuple) else []
-
     def _wants(self) -> Iterator[_Want]:
         """List the weights and state that this rank is to hold."""
         optimizer = self.optimizer
         params = self._params
         for managed in optimizer.managed:
             if managed.name not in optimizer.trains:
-                flat = managed.param.data.reshape(-1)
-                yield _Want(params[managed.name], WEIGHT, 0, flat.numel(), flat)
+                flat = managed.param.data.view(-1)
+                size = flat.numel()
+                yield _Want(params[managed.name], WEIGHT, 0, size, flat.dtype, flat.copy_)
         for piece in optimizer.pieces:
-            param = params[piece.name]
-            part = piece.range.param
-            yield _Want(param, WEIGHT, part.start, part.end, _weight(piece))
-            if not self.weights_only:
-                for slot, target in piece.slots().items():
-                    if target.data_ptr() != _weight(piece).data_ptr():
-                        yield _Want(param, slot, part.start, part.end, target)
+            param, part = params[piece.name], piece.range.param
+            weight = piece.slot.param.data.view(-1)[part.start : part.end]
+            yield _Want(param, WEIGHT, part.start, part.end, weight.dtype, weight.copy_)
+            for slot in () if self.weights_only else piece.logical_slots():
+                take = partial(piece.put, slot)
+                yield _Want(param, slot, part.start, part.end, torch.float32, take)
 
     def _check(self, mine: ShardedParam, slot: str, kind: str) -> None:
         """Check that a slot is there with the shape and dtype that this run has."""
@@ -314,72 +335,7 @@ class _Loader:
         ):
             read_tile(pool, columns, tile, out, scratch)
 
-    def _steps(self) -> dict[str, int]:
-        """Return the step of each parameter of this rank.
-
-        Raises:
-            MismatchError: the checkpoint has none, or no whole number.
-        """
-        stated = self.manifest.objects.get("step")
-        steps = {}
-        for name in self.optimizer.steps:
-            step = stated.get(self._canonical(name)) if isinstance(stated, Mapping) else stated
-            if isinstance(step, float) and step.is_integer():
-                step = int(step)
-            if type(step) is not int or step < 0:
-                raise MismatchError(
-                    f"{self.manifest.root}: {name}: step must be a whole number, got {step!r}"
-                )
-            steps[name] = step
-        return steps
-
-    def _groups(self) -> list[tuple[dict[str, object], dict[str, object]]]:
-        """Return (live group, settings to take) for each parameter group of this rank.
-
-        Settings are found by members: all of a live group's parameters must have been in one
-        saved group. Where a checkpoint names no members, the live settings stay.
-
-        Raises:
-            MismatchError: a live group's members were in several groups.
-        """
-        groups = self._saved_groups()
-        if not groups or any(group.members is None for group in groups):
-            return []
-        of = {name: i for i, group in enumerate(groups) for name in group.members or ()}
-        names = {id(managed.param): managed.name for managed in self.optimizer.managed}
-        taken = []
-        for live in self.optimizer.param_groups:
-            params = [names[id(param)] for param in live["params"]]
-            found = {of.get(self._canonical(name)) for name in params}
-            found.discard(None)
-            if len(found) > 1:
-                raise MismatchError(
-                    f"{self.manifest.root}: {params[0]}…: parameters of one group must be in one "
-                    f"group of the checkpoint, got {len(found)}",
-                    hint="build the optimizer with the groups of the run that saved",
-                )
-            if found:
-                taken.append((live, _torch_settings(groups[found.pop() or 0].settings, live)))
-        return taken
-
-    def _canonical(self, name: str) -> str:
-        return self._params[name].canonical
-
 
 def _variant(layouts: Iterable[str]) -> str | None:
     """Return the layout variant that was found; other formats have none to choose."""
     return next((name for name in layouts if name in VARIANTS), None)
-
-
-def _weight(piece: Piece) -> Tensor:
-    """Return the parameter's own elements of a piece."""
-    part = piece.range.param
-    return piece.slot.param.data.reshape(-1)[part.start : part.end]
-
-
-def _torch_settings(saved: Mapping[str, object], live: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a saved group that the live one has too, as torch has them."""
-    taken = {key: saved[key] for key in live if key in saved and key not in ("params", "step")}
-    if isinstance(taken.get("betas"), (list, tuple)):
-        taken["betas"] = tuple(taken["betas"])  # type: ignore[arg-type]  # a list in JSON
-    return taken

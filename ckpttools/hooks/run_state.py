@@ -13,7 +13,7 @@ from typing import Any
 from ckpttools.errors import OptimizerError
 from ckpttools.formats import ParamGroup
 from ckpttools.layout.sharded import ShardedLayout, ShardedParam
-from ckpttools.optimizer import DistributedOptimizer
+from ckpttools.optimizer import ShardedOptimizer
 from ckpttools.optimizer.describe import exchange
 from ckpttools.optimizer.state import groups_by_name
 
@@ -21,6 +21,8 @@ LIVE = (
     "step",
     "param_groups",
     "grad_scaler",
+    "adam_w_mode",
+    "weight_rounding",
     "digests",
     "topology",
     "layout",
@@ -32,7 +34,7 @@ LIVE = (
 
 
 def run_objects(
-    optimizer: DistributedOptimizer,
+    optimizer: ShardedOptimizer,
     *,
     iteration: int | None = None,
     scheduler: Mapping[str, object] | None = None,
@@ -59,10 +61,13 @@ def run_objects(
             if steps.setdefault(name, step) != step:
                 raise OptimizerError(f"{name}: ranks must have taken the same steps, got {step}")
         for group in stage_groups:
+            if not optimizer.config.bias_correction:
+                group.setdefault("bias_correction", False)
             _merge(groups, group)
     counts = set(steps.values())
     objects["step"] = counts.pop() if len(counts) == 1 else steps
     objects["param_groups"] = tuple(ParamGroup(dict(s), tuple(m)) for s, m in groups)
+    objects["adam_w_mode"] = optimizer.config.decoupled_weight_decay
     if optimizer.scaler is not None and (state := optimizer.scaler.state_dict()):
         objects["grad_scaler"] = state
     if iteration is not None:

@@ -60,9 +60,9 @@ def gradient(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def continue_in_torch(
-    case: oracle.Case, truth: Mapping[str, Mapping[str, torch.Tensor]]
+    case: oracle.Case, truth: Mapping[str, Mapping[str, torch.Tensor]], *, steps: int = 1
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Take one step of torch's AdamW from the truth, with the settings in the file."""
+    """Take steps of torch's AdamW from the truth, with the settings in the file."""
     settings = oracle.decode(case.directory, case.layout()).param_groups
     masters = {n: m.clone().requires_grad_() for n, m in truth["param"].items()}
     groups = []
@@ -82,7 +82,8 @@ def continue_in_torch(
             "exp_avg": truth["exp_avg"][name].clone(),
             "exp_avg_sq": truth["exp_avg_sq"][name].clone(),
         }
-    reference.step()
+    for _ in range(steps):
+        reference.step()
     return {
         "fp32_param": {n: m.detach() for n, m in masters.items()},
         **{slot: {n: reference.state[m][slot] for n, m in masters.items()} for slot in STATE[1:]},
