@@ -1,0 +1,94 @@
+"""Which files will hold a source as chunks, byte for byte? So many, each as long as the others.
+
+The tensors are laid end to end in their order and the line is cut in equal parts, between rows.
+Once the payload is written, ``manifest.json`` gets the CRC-32 of every key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from ckpttools.errors import UsageError
+from ckpttools.formats import Draft, Finish, NewFile, Patch, Target, Written
+from ckpttools.formats.native.chunked.dealing import deal
+from ckpttools.formats.native.chunked.document import chunk_document
+from ckpttools.formats.native.chunked.files import ChunkFile, pack_files
+from ckpttools.formats.native.chunked.read import chunk_manifest, describe_chunks
+from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile
+from ckpttools.formats.native.objects import carried_documents, kept_objects
+from ckpttools.layout.box import Box
+from ckpttools.manifest import Extent, Manifest, TensorSpec
+from ckpttools.storage.sealed_json import sha256
+
+_FOREIGN = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "bucket_size", "masters")
+
+
+def lay_out_chunks(source: Manifest, target: Target, root: str) -> Draft:
+    """Lay out the chunks of ``source`` on so many ranks.
+
+    Raises:
+        UsageError: the target asks for what chunks don't have.
+    """
+    world_size = _world_size(source, target)
+    specs = source.tensors
+    boxes = [(Box.whole(spec.stored_shape), spec.dtype.itemsize) for spec in specs]
+    files = pack_files(specs, deal(boxes, world_size))
+    manifest = chunk_manifest(specs, files, root, describe_chunks(world_size))
+    documents = carried_documents(source.objects)
+    objects, carried, lost = kept_objects(source, documents, world_size=world_size)
+    objects["sharded_layout"] = source.objects.get("sharded_layout")
+    return Draft(
+        manifest=manifest,
+        patches=tuple(Patch(i, 0, file.header) for i, file in enumerate(files)),
+        seals=tuple(
+            Extent(i, chunk.offset, chunk.length)
+            for i, file in enumerate(files)
+            for chunk in file.chunks
+        ),
+        finish=_finisher(specs, files, objects, documents, world_size),
+        carried=carried,
+        lost=lost,
+        plan=(f"chunks: rows dealt evenly to {world_size} ranks",),
+    )
+
+
+def _world_size(source: Manifest, target: Target) -> int:
+    """Return the number of ranks: as named, else as in the source."""
+    for name in _FOREIGN:
+        value = getattr(target, name)
+        if value not in (None, 1) or (value == 1 and name not in ("tp", "pp", "vpp")):
+            option = name.replace("_", "-")
+            raise UsageError(
+                f"--{option}: must not be given for chunks, which any layout loads, got {value}"
+            )
+    topology = source.objects.get("topology")
+    known = prod(topology.values()) if isinstance(topology, Mapping) else 1
+    sizes = {size for size in (target.dp, target.world) if size is not None} or {known}
+    if len(sizes) > 1 or min(sizes) < 1:
+        shown = " and ".join(map(str, sorted(sizes)))
+        raise UsageError(f"--world: must be one number of ranks, at least 1, got {shown}")
+    return sizes.pop()
+
+
+def _finisher(
+    specs: Sequence[TensorSpec],
+    files: Sequence[ChunkFile],
+    objects: Mapping[str, object],
+    documents: Mapping[str, object],
+    world_size: int,
+) -> Callable[[Written], Finish]:
+    """Return the function that writes ``manifest.json`` once the CRCs are known."""
+
+    def finish(written: Written) -> Finish:
+        rest = iter(written.crcs)
+        stated = [
+            StatedFile(
+                file.path, sha256(file.header), {chunk.key: next(rest) for chunk in file.chunks}
+            )
+            for file in files
+        ]
+        data = chunk_document(specs, files, stated, objects, documents, world_size=world_size)
+        return Finish(new_files=[NewFile(MANIFEST_FILE, data)])
+
+    return finish
