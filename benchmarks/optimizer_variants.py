@@ -170,7 +170,7 @@ def fused(
     remainders: bool = False,
     contiguous: bool = False,
 ) -> Training:
-    """The fused ZeRO-2 optimizer, gradients reduced in fp32, in buckets of 64 MiB."""
+    """The fused ZeRO-2 optimizer, gradients reduced in fp32, in buckets of 16 MiB."""
     from ckpttools.optimizer import DistributedFusedAdam
 
     optimizer = DistributedFusedAdam(
@@ -179,7 +179,7 @@ def fused(
         weight_decay=WEIGHT_DECAY,
         grad_sync_dtype=torch.float32,
         param_sync_dtype=compute,
-        bucket_cap_mb=64,
+        bucket_cap_mb=16,
         overlap_grad_sync=overlap,
         overlap_param_sync=overlap,
         store_params=not remainders,
@@ -233,6 +233,9 @@ def state_bytes(optimizer: torch.optim.Optimizer | megatron_variant.Megatron | N
         return 0
     optimizer = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer wraps
     parameters = {storage(p) for group in optimizer.param_groups for p in group["params"]}
+    if hasattr(optimizer, "shards"):  # of a sharded optimizer's own, some have a state by bucket
+        kept = [t for shard in optimizer.shards for t in shard.slots().values()]
+        return sum(size for _, size in {storage(t) for t in kept} - parameters)
     tensors = (t for state in optimizer.state.values() for t in state.values())
     held = {storage(t) for t in tensors if isinstance(t, Tensor) and t.ndim > 0}
     return sum(size for _, size in held - parameters)

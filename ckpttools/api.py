@@ -121,7 +121,7 @@ def open_checkpoint(
         EvidenceError: no layout, or more than one, agrees with the files.
     """
     fmt = detect_format(path, format)
-    reading = fmt.read(Path(path), options or ReadOptions())
+    reading = evidence.as_told(fmt.read(Path(path), options or ReadOptions()), options)
     files = reading.candidates[:1]  # all candidates are of the same files
     stamps = job.stamp_of(files[0].manifest) if files else ()
     chosen, compared = evidence.choose(reading, resources or Resources(), cross_check=cross_check)

@@ -22,6 +22,9 @@ from ckpttools.plan import Pieces, pieces
 from ckpttools.storage.local import FilePool
 from ckpttools.tiles import cut_tiles, read_tile
 
+_MAX_DEPTH = 64
+"""How deep the settings of a parameter group are looked into."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -257,14 +260,20 @@ def _note(found: _Found, pair: _Pair, box: Box, differs: np.ndarray) -> None:
 
 def _compare_objects(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Difference]:
     """Compare what two Manifests say beside tensors, where both say it."""
-    for key in ("step", "iteration"):
-        if key in a and key in b and a[key] != b[key]:
+    for key in ("step", "iteration", "adam_w_mode"):
+        if key in a and key in b and _joined(a[key]) != _joined(b[key]):
             yield Difference(key, "", f"{a[key]} against {b[key]}")
     groups_a, groups_b = _settings_by_name(a), _settings_by_name(b)
     for name in sorted(groups_a.keys() & groups_b.keys()):
         x, y = groups_a[name], groups_b[name]
         if odd := sorted(key for key in x.keys() & y.keys() if x[key] != y[key]):
             yield Difference(name, "", f"its parameter group has another {', '.join(odd)}")
+
+
+def _joined(value: object) -> object:
+    """Return the one number of all parameters, where a number for each of them is the same."""
+    values = list(value.values()) if isinstance(value, Mapping) else []
+    return values[0] if values and all(other == values[0] for other in values) else value
 
 
 def settings_lost(a: Mapping[str, object], b: Mapping[str, object]) -> tuple[str, ...]:
@@ -285,8 +294,8 @@ def _settings_by_name(objects: Mapping[str, object]) -> dict[str, dict[str, str]
     return result
 
 
-def _text(value: object) -> str:
-    """Write tuples as lists: JSON has no tuples."""
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_text, value)) + "]"
+def _text(value: object, depth: int = 0) -> str:
+    """Write tuples as lists: JSON has no tuples. What holds itself is cut off by ``repr``."""
+    if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
+        return "[" + ", ".join(_text(item, depth + 1) for item in value) + "]"
     return repr(value)

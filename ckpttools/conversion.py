@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from ckpttools.errors import MismatchError, PlanError, StorageError
 from ckpttools.executor import Progress, Resources, execute
 from ckpttools.formats import Draft, Format, Patch, ReadOptions, Target, Written
 from ckpttools.job import Stamps, bytes_of, is_whole, make_files, new_place, proven
-from ckpttools.manifest import MASTER, REMAINDER, Manifest, summary_by_slot
+from ckpttools.manifest import MASTER, REMAINDER, WEIGHT, Manifest, summary_by_slot
 from ckpttools.plan import Plan, make_plan
 from ckpttools.report import Report, size_text
 from ckpttools.selection import Selection, select
@@ -227,7 +227,40 @@ def prove(
     line = f"read back: {result.compared} tensors, {size}, equal the source bit for bit"
     if changed := len(findings.changed(source.manifest, plan.src)):
         line += f", {changed} of them once rounded or widened"
-    return Proof((line,), tuple(f"parameter groups: {name} has no place in it" for name in lost))
+    rows = []
+    if lost:
+        verb = "has" if len(lost) == 1 else "have"
+        rows.append(f"parameter groups: {', '.join(lost)} {verb} no place in it")
+    rows += _not_there(source.manifest, again[0], draft)
+    return Proof((line,), tuple(rows))
+
+
+_TOLD = (
+    "iteration",
+    "step",
+    "num_floating_point_operations_so_far",
+    "opt_param_scheduler",
+    "grad_scaler",
+    "args",
+    "adam_w_mode",
+    "state_values",
+    "training",
+    "per_rank_state",
+    "param_groups",
+)
+"""Objects of which a report says if the result hasn't got them."""
+
+_TOLD_OF_WEIGHTS = ("iteration", "num_floating_point_operations_so_far", "args", "training")
+"""Those of a result without state of an optimizer."""
+
+
+def _not_there(source: Manifest, result: Manifest, draft: Draft) -> Iterator[str]:
+    """Say which of the source's objects the result lacks, unless its format has said so."""
+    has_state = any(spec.slot != WEIGHT for spec in result.tensors)
+    for key in _TOLD if has_state else _TOLD_OF_WEIGHTS:
+        told = any(key in line for line in (*draft.lost, *draft.carried, *draft.notes))
+        if source.objects.get(key) and result.objects.get(key) is None and not told:
+            yield f"{key}: the source has it, and the result has no place for it"
 
 
 def _for_result(options: ReadOptions, *, same: bool) -> ReadOptions:

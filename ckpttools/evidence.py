@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckpttools import codecs
-from ckpttools.errors import AmbiguousLayoutError, EvidenceError, LayoutError, ReplicaError
+from ckpttools.errors import (
+    AmbiguousLayoutError,
+    EvidenceError,
+    LayoutError,
+    ReplicaError,
+    UsageError,
+)
 from ckpttools.executor import Buffers, Resources, run_jobs
-from ckpttools.formats import Candidate, Reading
+from ckpttools.formats import Candidate, Reading, ReadOptions, decoupled_modes
 from ckpttools.layout.box import Box
 from ckpttools.manifest import (
     HALF_AWAY,
@@ -159,6 +165,28 @@ def _cast_tiles(jobs: Sequence[_CastJob], tile_bytes: int) -> Iterator[tuple[int
     for number, (spec, _, _) in enumerate(jobs):
         for box in cut_tiles(Box.whole(spec.stored_shape), 4, tile_bytes):
             yield number, box
+
+
+def as_told(reading: Reading, options: ReadOptions | None) -> Reading:
+    """Return a reading with what the user tells of it: how weight decay was done.
+
+    Raises:
+        UsageError: the files' parameter groups tell the opposite.
+    """
+    mode = None if options is None else options.adam_w_mode
+    if mode is None:
+        return reading
+    told: list[Candidate] = []
+    for one in reading.candidates:
+        objects = one.manifest.objects
+        if not decoupled_modes({"param_groups": objects.get("param_groups")}) <= {mode}:
+            raise UsageError(
+                f"--{'adam-w' if mode else 'l2'}-mode: must agree with the parameter groups, got "
+                f"decoupled_weight_decay {not mode}"
+            )
+        manifest = replace(one.manifest, objects={**objects, "adam_w_mode": mode})
+        told.append(replace(one, manifest=manifest))
+    return replace(reading, candidates=tuple(told))
 
 
 def choose(reading: Reading, resources: Resources, *, cross_check: bool) -> tuple[Candidate, int]:

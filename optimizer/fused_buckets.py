@@ -75,7 +75,7 @@ class Fragment:
 
 
 class BufferPool:
-    """Memory for full-size gradients, used again and again.
+    """Memory for whole buckets of gradients or parameters, used again and again.
 
     It keeps at most ``size`` pieces, those in use counted; more are made where more are needed.
     """
@@ -93,11 +93,11 @@ class BufferPool:
         self.in_use += 1
         return memory[: numel * dtype.itemsize].view(dtype)
 
-    def give_back(self, gradients: Tensor) -> None:
+    def give_back(self, values: Tensor) -> None:
         """Take memory back."""
         self.in_use -= 1
         if self.in_use + len(self._free) < self.size:
-            base = gradients.untyped_storage()
+            base = values.untyped_storage()
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._free.append(whole.set_(base))
 
@@ -142,6 +142,11 @@ class FusedBucket:
         self._grad_work: Work | None = None
         self._gathered: Tensor | None = None
         self._arrived = self._expected = 0
+
+    @property
+    def largest_itemsize(self) -> int:
+        """Bytes of an element of the gradients or of the parameters, whichever are more."""
+        return max(self.grad_dtype.itemsize, self.param_dtype.itemsize)
 
     @property
     def slots(self) -> tuple[FusedSlot, ...]:
@@ -236,16 +241,19 @@ class FusedBucket:
         self._copy_local(shard, self.local.start)
         return shard
 
-    def start_gather(self) -> None:
-        """Gather the parameters from all ranks: one all-gather, asynchronous."""
+    def start_gather(self, pool: BufferPool) -> None:
+        """Gather the parameters from all ranks: one all-gather, asynchronous.
+
+        Where they lie alone, they are gathered in memory of ``pool``.
+        """
         self._gathered = self.param_data
         if self._gathered is None:
-            self._gathered = torch.empty(self.numel, dtype=self.param_dtype, device=self.device)
+            self._gathered = pool.take(self.numel, self.param_dtype)
             self._gathered[self.local].zero_()
             self._copy_local(self._gathered, 0)
         self.param_gather_handle = self.collectives.all_gather(self._gathered)
 
-    def finish_gather(self) -> None:
+    def finish_gather(self, pool: BufferPool) -> None:
         """Wait until every rank's piece is there, and hand each parameter its own."""
         if self.param_gather_handle is not None and self._gathered is not None:
             self.param_gather_handle.wait()
@@ -253,6 +261,7 @@ class FusedBucket:
                 for fragment in self.fragments:
                     target = fragment.slot.flat[fragment.low : fragment.high]
                     target.copy_(self._gathered[fragment.place])
+                pool.give_back(self._gathered)
         self.param_gather_handle = self._gathered = None
         self.gathering = False
 

@@ -1,8 +1,8 @@
 """When are parameters gathered in ZeRO-2? A few buckets at a time, in forward order.
 
 A gather needs memory for a whole bucket where parameters lie alone, so at most ``limit`` are under
-way; the next one starts when the oldest has ended. Every rank starts them in the same order,
-whichever bucket it waits for first.
+way, in the memory that gradients use later; the next one starts when the oldest has ended. Every
+rank starts them in the same order, whichever bucket it waits for first.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from ckpttools.optimizer.fused_buckets import FusedBucket
+from ckpttools.optimizer.fused_buckets import BufferPool, FusedBucket
 
 
 class ParamGathers:
     """Gathers the buckets of ``order``, which is that in which a forward pass needs them."""
 
-    def __init__(self, order: Sequence[FusedBucket], *, limit: int) -> None:
+    def __init__(self, order: Sequence[FusedBucket], pool: BufferPool, *, limit: int) -> None:
         self.order = tuple(order)
+        self._pool = pool
         self._limit = limit
         self._waiting: deque[FusedBucket] = deque()
         self._under_way: deque[FusedBucket] = deque()
@@ -56,9 +57,9 @@ class ParamGathers:
     def _advance(self) -> None:
         while self._waiting and len(self._under_way) < self._limit:
             bucket = self._waiting.popleft()
-            bucket.start_gather()
+            bucket.start_gather(self._pool)
             self._under_way.append(bucket)
 
     def _finish_oldest(self) -> None:
-        self._under_way.popleft().finish_gather()
+        self._under_way.popleft().finish_gather(self._pool)
         self._advance()

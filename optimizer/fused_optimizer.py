@@ -89,7 +89,9 @@ class FusedOptimizer(ShardedOptimizer):
         )
         whole = settings.contiguous_param_buffer  # then a gather needs no memory
         self._gathers = ParamGathers(
-            order[::-1], limit=len(order) if whole else settings.pipeline_size
+            order[::-1],
+            self._reduction.pool,
+            limit=len(order) if whole else settings.pipeline_size,
         )
         self.shards = tuple(build_fused_shards(self.buffers, settings, self._counts_in_norm))
         self.pieces = tuple(piece for shard in self.shards for piece in shard.pieces)

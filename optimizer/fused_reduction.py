@@ -37,8 +37,8 @@ from ckpttools.optimizer.fused_buckets import (
 class FusedReduction:
     """Reduces the gradients of several buffers, bucket by bucket in one order.
 
-    ``order`` holds the buckets as they are filled. Each reduced piece is then summed over
-    ``redundant``, which hold replicas of the sharding.
+    ``order`` holds the buckets as they are filled, ``pool`` the memory of whole ones. Each reduced
+    piece is then summed over ``redundant``, which hold replicas of the sharding.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class FusedReduction:
         self.spent = False  # whether a step took the sums
         self._position = {id(bucket): i for i, bucket in enumerate(self.order)}
         self._limit = pipeline_size
-        nbytes = max((b.numel * b.grad_dtype.itemsize for b in self.order), default=0)
+        nbytes = max((b.numel * b.largest_itemsize for b in self.order), default=0)
         device = buffers[0].device if buffers else torch.device("cpu")
-        self._pool = BufferPool(pipeline_size, nbytes, device)
+        self.pool = BufferPool(pipeline_size, nbytes, device)
         self._after: AfterReduce | None = redundant.all_reduce if redundant.size > 1 else None
         self._under_way: deque[FusedBucket] = deque()
         self._next = 0
@@ -208,9 +208,9 @@ class FusedReduction:
         if bucket.grad_data is not None:
             bucket.open(bucket.grad_data)
             return
-        while self._under_way and self._pool.in_use >= self._limit:
+        while self._under_way and self.pool.in_use >= self._limit:
             self._finish_oldest()
-        bucket.open(self._pool.take(bucket.numel, bucket.grad_dtype))
+        bucket.open(self.pool.take(bucket.numel, bucket.grad_dtype))
 
     def _send_full(self) -> None:
         """Send the buckets that are full, as far as the order allows."""
@@ -243,7 +243,7 @@ class FusedReduction:
 
     def _release(self, bucket: FusedBucket, grads: Tensor) -> None:
         if bucket.grad_data is None:
-            self._pool.give_back(grads)
+            self.pool.give_back(grads)
 
 
 def fill_order(buffers: Sequence[FusedBuffer], places: dict[str, int]) -> list[FusedBucket]:

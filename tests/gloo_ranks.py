@@ -196,6 +196,8 @@ def _run(
     if store is None:
         return function(*pickle.loads(args))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name of this host needs to resolve
+    # A rank that has nothing to do would end while others still connect to it.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

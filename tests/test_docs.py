@@ -244,10 +244,17 @@ def test_every_public_name_stands_in_the_docs_and_no_other_does() -> None:
     assert sorted(headings) == sorted([*ckpttools.__all__, *testing.__all__])
 
 
+_FORMAT_NAMES = re.compile(r"^Format names?: (.*?)\.\s", re.MULTILINE | re.DOTALL)
+
+
 def test_every_format_has_a_page() -> None:
     pages = {page: page.read_text() for page in (DOCS / "formats").glob("*.md")}
     named = {
-        name: [p for p, text in pages.items() if f"Format name: `{name}`" in text]
+        name: [
+            page
+            for page, text in pages.items()
+            if any(f"`{name}`" in named for named in re.findall(_FORMAT_NAMES, text))
+        ]
         for name in ckpttools.format_names()
     }
     assert all(len(found) == 1 for found in named.values()), named

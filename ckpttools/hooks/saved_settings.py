@@ -77,12 +77,30 @@ class SavedSettings:
         groups = self._saved_groups()
         if not groups or any(group.members is None for group in groups):
             return []
-        of = {name: i for i, group in enumerate(groups) for name in group.members or ()}
+        of: dict[str, int] = {}
+        for i, group in enumerate(groups):
+            for name in group.members or ():
+                if of.setdefault(name, i) != i:
+                    raise MismatchError(
+                        f"{self.manifest.root}: {name}: must be in one parameter group of the "
+                        f"checkpoint, got it in {of[name]} and {i}"
+                    )
         names = {id(managed.param): managed.name for managed in self.optimizer.managed}
         taken = []
         for live in self.optimizer.param_groups:
             params = [names[id(param)] for param in live["params"]]
             found = {of.get(self._canonical[name]) for name in params}
+            alone = [
+                name
+                for name in params
+                if name in self.optimizer.trains and self._canonical[name] not in of
+            ]
+            if alone and len(found) > 1:
+                raise MismatchError(
+                    f"{self.manifest.root}: {alone[0]}: must be in the parameter group of "
+                    f"the checkpoint that others of its group are in, got none",
+                    hint="build the optimizer with the groups of the run that saved",
+                )
             found.discard(None)
             if len(found) > 1:
                 raise MismatchError(

@@ -249,3 +249,10 @@ def test_other_files_beside_the_states_are_passed_over_and_named(ranks: Path) ->
     opened = api.open_checkpoint(ranks, options=TOLD)
     assert "broken.pt is not read" in opened.notes
     assert "trainer.pt is not read" in opened.notes
+
+
+def test_a_file_may_have_any_name(ranks: Path) -> None:
+    (ranks / "v1_local_rank1.pt").rename(ranks / "\u00b2")  # a digit, and no number
+    (ranks / "\u0663").write_text("not a zip")
+    assert api.detect_format(ranks).name == "apex"
+    assert len(api.read_manifest(ranks, options=TOLD).tensors) == 56

@@ -343,8 +343,12 @@ GATHERED_FAULTS: dict[str, tuple[Change, str]] = {
         lambda t: t["gathered_states"].__setitem__(1, t["gathered_states"][1][:-9].clone()),
         "must end with a zip end record",
     ),
+    "one rank's bytes over and over": (
+        lambda t: t.update(gathered_states=t["gathered_states"][:1] * 100_000),
+        "gathered_states must be a torch file of its own for each rank, got two that share bytes",
+    ),
     "one rank twice": (
-        lambda t: t["gathered_states"].__setitem__(1, t["gathered_states"][0]),
+        lambda t: t["gathered_states"].__setitem__(1, t["gathered_states"][0].clone()),
         r"gathered_states\[1\]: must be the state of rank 1, got rank 0",
     ),
 }

@@ -106,7 +106,8 @@ def test_both_ways_of_weight_decay_in_one_run_are_refused(plain: Manifest) -> No
     mixed = with_settings(plain, {"decoupled_weight_decay": True})
     assert "adam_w_mode: build the optimizer with adam_w_mode=True" in lay_out(mixed).notes
     first, second = mixed.objects["param_groups"]  # type: ignore[misc]  # a tuple of groups
-    other = ParamGroup({**second.settings, "decoupled_weight_decay": False}, second.members)
+    opposite = {"decoupled_weight_decay": False, "weight_decay": 0.1}
+    other = ParamGroup({**second.settings, **opposite}, second.members)
     with pytest.raises(UsageError, match="Apex has one adam_w_mode, got true and false"):
         lay_out(with_objects(mixed, param_groups=(first, other)))
 

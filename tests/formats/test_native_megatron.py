@@ -169,7 +169,7 @@ def never_megatron(document: dict[str, Any]) -> None:
         (settings_differ, "must have the same settings, got 2 groups of them"),
         (of_another_model, "must have every parameter, got none of decoder.layers.0.mlp"),
         (cut_otherwise, "linear_fc1.weight: must be cut as Megatron cuts it"),
-        (never_megatron, "got format zero1, which never was a Megatron checkpoint"),
+        (never_megatron, "got format zero1, which holds nothing of a Megatron run"),
     ],
 )
 def test_what_a_megatron_run_cant_hold_is_refused(

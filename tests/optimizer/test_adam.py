@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -204,6 +204,7 @@ def test_a_cut_off_the_alignment_rounds_otherwise() -> None:
     assert not our_run("fused", SETTINGS, grads, [[0, 2043]]).equals(expected)
 
 
+@settings(deadline=None)
 @given(
     size=st.integers(1, 400),
     kernel=st.sampled_from(["fused", "foreach"]),

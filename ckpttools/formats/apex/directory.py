@@ -112,7 +112,8 @@ def _torch_files(path: Path) -> Iterator[Path]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sort ``rank2`` before ``rank10``."""
-    return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"([0-9]+)", name)]
+    parts = re.split(r"([0-9]+)", name)  # every second one is a number
+    return [(int(p), "") if i % 2 else (-1, p) for i, p in enumerate(parts)]
 
 
 def _is_marked(file: Path) -> bool:

@@ -7,6 +7,7 @@ do; protocol 2 spells them as text, byte by byte.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 from ckpttools.errors import FormatError, UnsupportedError
@@ -50,6 +51,7 @@ def rank_windows(torch_file: TorchFile) -> list[tuple[int, int]]:
             raise FormatError(f"{at}: must be the bytes of a torch file, got {state!r:.60}")
         pickle = _pickle_of(torch_file) if pickle is None else pickle
         windows.append(_place_in(torch_file, pickle, raw, at))
+    _check_apart(windows, where)
     return windows
 
 
@@ -60,6 +62,16 @@ def read_windows(torch_file: TorchFile) -> list[TorchFile]:
         FormatError: one of them is damaged.
     """
     return [read_torch_file(torch_file.path, window=w) for w in rank_windows(torch_file)]
+
+
+def _check_apart(windows: list[tuple[int, int]], where: str) -> None:
+    """Check that no two ranks share bytes, which a short list may name any number of times."""
+    for before, after in pairwise(sorted(windows)):
+        if after[0] < sum(before):
+            raise FormatError(
+                f"{where}: {GATHERED} must be a torch file of its own for each rank, got two that "
+                f"share bytes from {after[0]} on"
+            )
 
 
 def _raw(state: object) -> bytes | None:

@@ -116,7 +116,7 @@ def _objects(
         objects["carried"] = {k: CarriedDocument(v) for k, v in sidecar.carried.items()}
         if sidecar.layout is not None:
             objects["sharded_layout"] = sidecar.layout
-    mode = options.adam_w_mode if options.adam_w_mode is not None else decoupled(objects, groups)
+    mode = options.adam_w_mode if options.adam_w_mode is not None else decoupled(objects)
     return objects if mode is None else {**objects, "adam_w_mode": mode}
 
 

@@ -8,18 +8,16 @@ group: it is told to the optimizer's constructor, once for all.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpttools.errors import UsageError
-from ckpttools.formats import ParamGroup
+from ckpttools.formats import DECOUPLED, ParamGroup, decoupled_modes
 from ckpttools.manifest import Manifest
 
 NEEDED = ("lr", "betas", "eps", "weight_decay")
-DECOUPLED = "decoupled_weight_decay"
-"""torch's name for what Apex calls ``adam_w_mode``."""
-
 _REFUSED = ("amsgrad", "maximize")
+_MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,8 @@ def settings_of(source: Manifest) -> Settings:
             notes.append("bias_correction: true, since the source has no setting to turn it off")
         settings = {key: _shared(value, known) for key, value in settings.items()}
         made.append(ParamGroup(settings, group.members))
-    if len(_modes(made)) > 1:
+    objects = {**source.objects, "param_groups": made}
+    if len(decoupled_modes({"param_groups": made})) > 1:
         raise UsageError(
             f"--to apex: {DECOUPLED}: must be the same in all parameter groups, since Apex has one "
             f"adam_w_mode, got true and false"
@@ -76,23 +75,16 @@ def settings_of(source: Manifest) -> Settings:
     return Settings(
         tuple(made),
         _step(source.objects.get("step")),
-        decoupled(source.objects, made),
+        decoupled(objects),
         tuple(dict.fromkeys(lost)),
         tuple(dict.fromkeys(notes)),
     )
 
 
-def decoupled(objects: Mapping[str, object], groups: Sequence[ParamGroup]) -> bool | None:
+def decoupled(objects: Mapping[str, object]) -> bool | None:
     """Say whether weight decay is decoupled, where the objects or all groups tell it."""
-    known = objects.get("adam_w_mode")
-    if isinstance(known, bool):
-        return known
-    found = _modes(groups)
-    return bool(found.pop()) if len(found) == 1 else None
-
-
-def _modes(groups: Sequence[ParamGroup]) -> set[object]:
-    return {g.settings[DECOUPLED] for g in groups if type(g.settings.get(DECOUPLED)) is bool}
+    found = decoupled_modes(objects)
+    return next(iter(found)) if len(found) == 1 else None
 
 
 def _check(settings: Mapping[str, object], where: str) -> None:
@@ -128,14 +120,16 @@ def _plain(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]
     return kept, [name for name in settings if name not in kept]
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return type(value) in (list, tuple) and all(map(_is_plain, value))
-    if isinstance(value, Mapping):
-        return type(value) is dict and all(
-            isinstance(key, str) and _is_plain(inner) for key, inner in value.items()
-        )
-    return value is None or type(value) in (bool, int, float, str)
+def _is_plain(value: object, depth: int = 0) -> bool:
+    """Say whether a value is plain data; one that holds itself is not."""
+    inner: Iterable[object] = ()
+    if type(value) in (list, tuple) and isinstance(value, (list, tuple)):
+        inner = value
+    elif type(value) is dict and all(isinstance(key, str) for key in value):
+        inner = value.values()
+    elif value is not None and type(value) not in (bool, int, float, str):
+        return False
+    return depth <= _MAX_DEPTH and all(_is_plain(item, depth + 1) for item in inner)
 
 
 def _shared(value: object, known: dict[str, object]) -> object:

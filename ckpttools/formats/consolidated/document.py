@@ -116,7 +116,7 @@ def carried_objects(source: Manifest) -> Objects:
 def _groups(groups: object, names: Container[str]) -> list[object] | None:
     """Return parameter groups as plain data, with the members in ``names``.
 
-    What isn't plain becomes its text.
+    Settings that are not plain are left out; the proof finds and reports them.
     """
     if not isinstance(groups, tuple):
         return None
@@ -135,5 +135,5 @@ def _settings(settings: Mapping[str, object]) -> dict[str, object]:
         try:
             kept[name] = plain(value)
         except TypeError:
-            kept[name] = repr(value)
+            continue
     return kept

@@ -19,6 +19,8 @@ OBJECTS = ("args", "opt_param_scheduler", "grad_scaler")
 """What has a JSON file of its own under :data:`OBJECTS_DIRECTORY`."""
 
 OBJECTS_DIRECTORY = "objects"
+MAX_DEPTH = 64
+"""How deep plain data may be nested; what holds itself is no plain data."""
 
 
 def parse(data: bytes, where: str) -> dict[str, object]:
@@ -41,12 +43,14 @@ def check(document: object, where: str) -> dict[str, object]:
     return check_known(document, name=FORMAT, version=FORMAT_VERSION, where=where)
 
 
-def plain(value: object) -> object:
+def plain(value: object, *, depth: int = 0) -> object:
     """Return ``value`` as JSON can hold it: tuples become lists.
 
     Raises:
-        TypeError: it is not plain data.
+        TypeError: it is not plain data, nested too deeply, or holds itself.
     """
+    if depth > MAX_DEPTH:
+        raise TypeError(f"it is nested more than {MAX_DEPTH} deep")
     if value is None or isinstance(value, (bool, str, int)):
         return value
     if isinstance(value, float):
@@ -54,7 +58,7 @@ def plain(value: object) -> object:
             raise TypeError("JSON has no such number")
         return value
     if type(value) in (list, tuple) and isinstance(value, Sequence):
-        return [plain(item) for item in value]
+        return [plain(item, depth=depth + 1) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): plain(item, depth=depth + 1) for key, item in value.items()}
     raise TypeError(f"{type(value).__name__} is not plain data")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ckpttools.derived import with_nearest_even_weights
 from ckpttools.errors import UsageError
-from ckpttools.formats import ParamGroup, Target
+from ckpttools.formats import ParamGroup, Target, decoupled_modes
 from ckpttools.manifest import NEAREST_EVEN, Manifest
 
 
@@ -17,8 +17,13 @@ def check_settings(objects: Mapping[str, object], target: Target) -> tuple[str, 
     run and stands in no file.
 
     Raises:
-        UsageError: a group has no bias correction, and nobody accepted that.
+        UsageError: a group has no bias correction, and nobody accepted that; or remainders are
+            asked for, which Megatron has not.
     """
+    if target.masters == "remainders":
+        raise UsageError(
+            "--masters: must be stored for Megatron, which keeps them whole, got remainders"
+        )
     groups = objects.get("param_groups")
     off = [
         group
@@ -34,7 +39,7 @@ def check_settings(objects: Mapping[str, object], target: Target) -> tuple[str, 
         )
     if off:
         notes.append("bias_correction was off in the source; Megatron corrects the bias of moments")
-    if objects.get("adam_w_mode") is False:
+    if False in decoupled_modes(objects):
         notes.append(
             "weight decay was added to gradients in the source (L2): the run must be started so"
         )

@@ -75,7 +75,7 @@ def _state_of(source: Manifest) -> tuple[MegatronState, tuple[str, ...]]:
         return state, stale_arguments(state, document)
     raise UsageError(
         f"--to megatron: needs a source with Megatron's arguments, got format {source.format}"
-        + (", which never was a Megatron checkpoint" if isinstance(layout, ShardedLayout) else "")
+        + (", which holds nothing of a Megatron run" if isinstance(layout, ShardedLayout) else "")
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from ckpttools.errors import UsageError
 from ckpttools.formats import Draft, Finish, NewFile, Patch, Target, Written
 from ckpttools.formats.native.files import RankFile, rank_files
 from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile, manifest_document
@@ -27,6 +28,11 @@ def lay_out_native(source: Manifest, target: Target, root: str, *, kind: Kind) -
     Raises:
         UsageError: the target contradicts the model, or the source lacks what it needs.
     """
+    if target.masters is not None:
+        raise UsageError(
+            f"--masters: must not be given for {kind}, whose runs split masters as they load them, "
+            f"got {target.masters}"
+        )
     old = source_layout(source, kind)
     layout = retarget(old, target, kind=kind)
     ranks = range(layout.topology.world_size)

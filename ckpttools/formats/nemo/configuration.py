@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 
+from ckpttools.formats.nemo.settings import setting
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.storage.inert import Inert
 
 KEY = "hyper_parameters"
+MODE = "adam_w_mode"
 TIED = "share_embeddings_and_output_weights"
 VOCABULARY = "vocab_size"
 SIZES = {
@@ -23,17 +25,41 @@ SIZES = {
 }
 
 
-def new_configuration(layout: ShardedLayout, adam_w_mode: object) -> dict[str, object]:
+def new_configuration(layout: ShardedLayout) -> dict[str, object]:
     """Return ``hyper_parameters`` for a source that never was NeMo's: what is known of it."""
     optim: dict[str, object] = {"name": "distributed_fused_adam"}
-    if isinstance(adam_w_mode, bool):
-        optim["adam_w_mode"] = adam_w_mode
     facts = {
         "make_vocab_size_divisible_by": layout.facts.vocab_divisor,
         "num_attention_heads": layout.facts.heads,
     }
     known = {name: value for name, value in facts.items() if value is not None}
     return {"cfg": {**known, TIED: _is_tied(layout), "optim": optim}}
+
+
+def with_mode(tree: Mapping[str, object], adam_w_mode: bool | None) -> dict[str, object]:
+    """Return Lightning's dict whose configuration says how weight decay is done, where it is known.
+
+    A pickled configuration says it only where it has a place for it.
+    """
+    stated = setting(tree, KEY, "cfg", "optim", MODE)
+    if adam_w_mode is None or stated is adam_w_mode:
+        return dict(tree)
+    config = deepcopy(tree.get(KEY, {"cfg": {}}))
+    node: object = config
+    for name in ("cfg", "optim"):
+        if isinstance(node, dict):
+            node = node.setdefault(name, {})
+        elif isinstance(node, Inert) and isinstance(node.state, dict):
+            content = node.state.get("_content")
+            node = content.get(name) if isinstance(content, dict) else None
+    if isinstance(node, dict):
+        node[MODE] = adam_w_mode
+    elif isinstance(node, Inert) and isinstance(node.state, dict):
+        content = node.state.get("_content")
+        value = content.get(MODE) if isinstance(content, dict) else None
+        if isinstance(value, Inert) and isinstance(value.state, dict):
+            value.state["_val"] = adam_w_mode
+    return {**tree, KEY: config}
 
 
 def with_sizes(tree: Mapping[str, object], layout: ShardedLayout) -> dict[str, object]:

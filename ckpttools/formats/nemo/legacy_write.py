@@ -85,7 +85,7 @@ def _target_layout(taken: NemoSource, target: Target) -> ShardedLayout:
             f"got TP {target.tp} and PP {target.pp}"
         )
     weights = [spec for spec in taken.view.tensors if spec.slot == WEIGHT]
-    params = tuple(ShardedParam(s.name, s.stored_shape, s.dtype.name) for s in weights)
+    params = tuple(ShardedParam(s.name, s.shape, s.dtype.name) for s in weights)
     slots = {param.dtype: {WEIGHT: param.dtype} for param in params}
     return ShardedLayout("zero1", Topology(), params, {(0, 0): tuple(range(len(params)))}, slots)
 

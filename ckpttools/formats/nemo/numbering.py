@@ -8,7 +8,7 @@ names in the order of numbers, by number, or by group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckpttools.errors import FormatError, UsageError
@@ -120,6 +120,7 @@ def _given(
         for item in [names[k] for k in sorted(names)] if isinstance(names, dict) else names:
             listed += [item] if isinstance(item, str) else item
         mine = [name for name in listed if name in members]
+        _check_lists(names, members, rank, path)
         if not isinstance(names, dict) and any(isinstance(item, list) for item in names):
             numbers = [number for group in rank.optimizer.numbers for number in group]
         by_number = dict(zip(numbers, mine, strict=False))
@@ -134,6 +135,26 @@ def _given(
         f"group {i}": tuple(members[by_number[number]] for number in group)
         for i, group in enumerate(rank.optimizer.numbers)
     }
+
+
+def _check_lists(
+    names: list[str] | dict[int, str] | list[list[str]],
+    members: Collection[str],
+    rank: RankMembers,
+    path: str,
+) -> None:
+    """Check that lists of names for groups are as long as a rank's groups.
+
+    Raises:
+        FormatError: they aren't.
+    """
+    lists = [item for item in names if isinstance(item, list)] if isinstance(names, list) else []
+    mine = [count for item in lists if (count := sum(name in members for name in item))]
+    sizes = [len(numbers) for numbers in rank.optimizer.numbers if numbers]
+    if lists and mine != sizes:
+        raise FormatError(
+            f"{path}: must have lists of {sizes} names for the groups of {rank.where}, got {mine}"
+        )
 
 
 def _numbering(

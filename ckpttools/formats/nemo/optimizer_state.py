@@ -83,6 +83,8 @@ def read_optimizer(tree: Mapping[str, object], where: str) -> OptimizerState | N
     step = plain_number(inner.get("step"), f"{where}: step")
     if type(step) is not int or step < 0:
         raise FormatError(f"{where}: step must be a whole number, got {step!r:.60}")
+    if odd := [key for key in inner if key != "step" and type(key) is not int]:
+        raise FormatError(f"{where}: state must be of numbered parameters, got {odd[0]!r:.60}")
     return OptimizerState(
         step,
         tuple(_settings(group, f"{where}: param_groups[{i}]") for i, group in enumerate(groups)),

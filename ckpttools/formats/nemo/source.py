@@ -15,19 +15,28 @@ from dataclasses import dataclass, replace
 
 from ckpttools import derived
 from ckpttools.errors import LayoutError, UsageError
-from ckpttools.formats import Carried, ParamGroup, ReadOptions, Target
+from ckpttools.formats import (
+    DECOUPLED,
+    Carried,
+    ParamGroup,
+    ReadOptions,
+    Target,
+    decoupled_modes,
+)
 from ckpttools.formats.nemo.configuration import KEY as CONFIGURATION
-from ckpttools.formats.nemo.configuration import new_configuration, with_vocabulary
+from ckpttools.formats.nemo.configuration import new_configuration, with_mode, with_vocabulary
 from ckpttools.formats.nemo.grouping import DECAY, Member, roles
 from ckpttools.formats.nemo.model import Weight, build_layout, in_module_order
 from ckpttools.formats.nemo.names import fused_name
 from ckpttools.formats.nemo.optimizer_state import OPTIMIZER, Settings, template_of
 from ckpttools.formats.nemo.settings import setting
-from ckpttools.formats.nemo.state import MODEL, NemoState, restore
+from ckpttools.formats.nemo.state import MODEL, NemoState, adam_w_mode, restore
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.manifest import MASTER, WEIGHT, Manifest, TensorSpec
 
 _SLOTS = frozenset({MASTER, "exp_avg", "exp_avg_sq"})
+_NEEDED = ("lr", "betas", "eps", "weight_decay")
+_REFUSED = ("amsgrad", "maximize")
 _KEYS = ("is_expert", "lr", "bias_correction", "betas", "eps", "weight_decay")
 _HINT = "take whole ones, or write --to safetensors, which holds any part"
 
@@ -69,17 +78,19 @@ def take(source: Manifest, target: Target, *, to: str, fused: bool) -> NemoSourc
     layout = _layout(view, state, slots)
     _check_names(view, layout, to)
     if not known and layout is not None:
-        config = new_configuration(layout, source.objects.get("adam_w_mode"))
-        state = replace(state, tree={**state.tree, CONFIGURATION: config})
+        state = replace(state, tree={**state.tree, CONFIGURATION: new_configuration(layout)})
     if layout is not None:
         state = replace(state, tree=with_vocabulary(state.tree, layout))
-    notes, lost = [], list(_lost(source, known=known))
+    notes, lost = [], _lost(source, state.tree)
     if renamed:
         notes.append(
             f"names: {len(renamed)} norms are stored under the names of fused ones, as NeMo has it"
         )
     if slots:
-        notes += _remarks(source)
+        mode = _mode(source, to)
+        state = replace(state, tree=with_mode(state.tree, mode))
+        _check_settings(source, to)
+        notes += _remarks(source, state, mode)
         state = replace(state, tree=_tree(state, view, layout, to))
     else:
         state = replace(state, tree={k: v for k, v in state.tree.items() if k != OPTIMIZER})
@@ -114,7 +125,7 @@ def one_step(objects: Mapping[str, object], to: str) -> int:
                 f"--to {to}: must have one step for all parameters, got {shown or 'none'}"
             )
         step = next(iter(found))
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or step != int(step):
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or step < 0 or step % 1:
         raise UsageError(
             f"--to {to}: must have the optimizer's step as a whole number, got {step!r}"
         )
@@ -131,8 +142,10 @@ def settings_by_role(
     """
     mine: dict[str, Settings] = {}
     for group in groups if isinstance(groups, tuple) else ():
-        if isinstance(group, ParamGroup):
-            mine |= dict.fromkeys(group.members or (), group.settings)
+        for name in (isinstance(group, ParamGroup) and group.members) or ():
+            if name in mine:
+                raise UsageError(f"--to {to}: {name}: must be in one parameter group, got it twice")
+            mine[name] = group.settings
     found: dict[str, Settings] = {}
     for role, parted in roles(rule, members).items():
         for member in parted:
@@ -244,14 +257,16 @@ def _layout(view: Manifest, state: NemoState, slots: Mapping[str, str]) -> Shard
         for spec in view.tensors
         if spec.slot == WEIGHT
     ]
+    rows = {spec.shape[0] for spec in view.tensors if spec.padding_rows}
+    options = ReadOptions(vocab_size=rows.pop() if len(rows) == 1 else None)
     try:
         return build_layout(
-            {(0, 0): in_module_order(weights, ReadOptions())},
+            {(0, 0): in_module_order(weights, options)},
             tp=1,
             pp=1,
             vpp=1,
             config=setting(state.tree, "hyper_parameters", "cfg"),
-            options=ReadOptions(),
+            options=options,
             slots=slots,
         )
     except LayoutError:
@@ -272,7 +287,41 @@ def members_of(view: Manifest, layout: ShardedLayout | None) -> list[Member]:
     """Return the parameters in module order, without tied copies."""
     if layout is not None:
         return [Member(p.name, p.shape) for p in layout.params if not p.tied_to]
-    return [Member(s.name, s.stored_shape) for s in view.tensors if s.slot == WEIGHT]
+    return [Member(s.name, s.shape) for s in view.tensors if s.slot == WEIGHT]
+
+
+def _mode(source: Manifest, to: str) -> bool | None:
+    """Return whether weight decay was decoupled, where that is known.
+
+    Raises:
+        UsageError: groups differ in it.
+    """
+    found = decoupled_modes(source.objects)
+    if len(found) > 1:
+        raise UsageError(
+            f"--to {to}: {DECOUPLED} must be the same in all parameter groups, since NeMo has one "
+            f"adam_w_mode, got true and false"
+        )
+    return next(iter(found), None)
+
+
+def _check_settings(source: Manifest, to: str) -> None:
+    """Check that groups have what NeMo needs, and ask for nothing that it can't do.
+
+    Raises:
+        UsageError: they don't.
+    """
+    groups = source.objects.get("param_groups")
+    for number, group in enumerate(groups if isinstance(groups, tuple) else ()):
+        if not isinstance(group, ParamGroup):
+            continue
+        where, settings = f"--to {to}: param_groups[{number}]", group.settings
+        if missing := [name for name in _NEEDED if name not in settings]:
+            raise UsageError(
+                f"{where}: must have {missing[0]}, got {', '.join(settings) or 'nothing'}"
+            )
+        if odd := [name for name in _REFUSED if settings.get(name)]:
+            raise UsageError(f"{where}: {odd[0]} must be off, since Apex can't do it, got it on")
 
 
 def _tree(
@@ -293,15 +342,24 @@ def _tree(
     return tree
 
 
-def _lost(source: Manifest, *, known: bool) -> list[str]:
+def _lost(source: Manifest, tree: Mapping[str, object]) -> list[str]:
     """Return a line for each thing of the source that NeMo's files have no place for."""
-    if known:
-        return []
-    found = [f"{key}: NeMo's files have no place for it" for key in _names(source, "unconverted")]
+    found = [
+        f"{key}: NeMo's files have no place for it"
+        for key in _names(source, "unconverted")
+        if key not in tree
+    ]
     found += [f"{key}: it belongs to the source's ranks" for key in _names(source, "per_rank")]
     for key in ("opt_param_scheduler", "args", "grad_scaler"):
         if source.objects.get(key) is not None:
             found.append(f"{key}: NeMo has its own; start it from NeMo's configuration")
+    carried = source.objects.get("carried")
+    others = carried if isinstance(carried, Mapping) else {}
+    found += [
+        f"what `--to {key}` needs: NeMo's files have no place for it"
+        for key in others
+        if key != "nemo"
+    ]
     return found
 
 
@@ -310,16 +368,15 @@ def _names(source: Manifest, key: str) -> tuple[str, ...]:
     return tuple(str(name) for name in names) if isinstance(names, tuple) else ()
 
 
-def _remarks(source: Manifest) -> list[str]:
+def _remarks(source: Manifest, state: NemoState, mode: bool | None) -> list[str]:
     """Return remarks on what the files can't say."""
     notes = []
-    if source.objects.get("adam_w_mode") is False:
+    if mode is False:
         notes.append("weight decay was added to the gradient: the run needs adam_w_mode: False")
-    state = source.objects.get("carried")
-    mine = state.get("nemo") if isinstance(state, Mapping) else None
-    tree = restore(mine.to_document()).tree if isinstance(mine, Carried) else {}
-    iteration = source.objects.get("iteration")
-    if "lr_schedulers" in tree and tree.get("global_step") not in (None, iteration):
+    elif mode and adam_w_mode(state.tree, ReadOptions()) is not mode:
+        notes.append("weight decay was decoupled: the run needs adam_w_mode: True")
+    tree, iteration = state.tree, source.objects.get("iteration")
+    if tree.get("lr_schedulers") and tree.get("global_step") not in (None, iteration):
         notes.append(
             f"lr_schedulers is of step {tree['global_step']}, the rest of step {iteration}"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ckpttools.errors import FormatError, UsageError
 from ckpttools.formats import ParamGroup, ReadOptions
+from ckpttools.formats.nemo.configuration import KEY, MODE
 from ckpttools.formats.nemo.grouping import (
     DEFAULT_RULE,
     RULES,
@@ -148,7 +149,7 @@ def adam_w_mode(tree: Mapping[str, object], options: ReadOptions) -> bool | None
     """Return how weight decay was done: as the user says, else as the configuration does."""
     if options.adam_w_mode is not None:
         return options.adam_w_mode
-    value = setting(tree, "hyper_parameters", "cfg", "optim", "adam_w_mode")
+    value = setting(tree, KEY, "cfg", "optim", MODE)
     return value if isinstance(value, bool) else None
 
 
