@@ -21,7 +21,7 @@ ROOT_PACKAGE = "ckpttools"
 # Each row may import the rows named: itself only where it is named in its own set.
 BASE = {"errors", "dtypes"}
 GEOMETRY = BASE | {"layout"}
-HUB = GEOMETRY | {"manifest", "selection"}
+HUB = GEOMETRY | {"manifest", "selection", "derived"}
 INPUT = HUB | {"storage"}
 ACTION = {
     "tiles",
@@ -30,6 +30,7 @@ ACTION = {
     "comparison",
     "digests",
     "evidence",
+    "findings",
     "conversion",
     "job",
     "report",
@@ -44,6 +45,7 @@ ROWS: dict[str, set[str]] = {
     "layout": GEOMETRY,
     "manifest": GEOMETRY,
     "selection": GEOMETRY | {"manifest"},
+    "derived": GEOMETRY | {"manifest"},
     "storage": BASE | {"storage"},
     "plan": HUB,
     "formats": INPUT | {"formats"},
@@ -70,12 +72,18 @@ OUTSIDE: dict[str, set[str]] = {
     "yaml": {"optimizer"},
     "apex": {"optimizer"},
     "transformer_engine": {"optimizer"},
+    "lightning": {"hooks"},
+    "transformers": {"hooks"},
+    "accelerate": {"hooks"},
     "hypothesis": {"testing"},
     "pytest": {"testing"},
     "zarr": {"storage", "formats"},
     "fsspec": {"storage"},
 }
-ONLY_INSIDE_FUNCTIONS = {"zarr", "fsspec", "yaml", "apex", "transformer_engine"}
+ONLY_INSIDE_FUNCTIONS = {
+    *{"zarr", "fsspec", "yaml", "apex", "transformer_engine"},
+    *{"lightning", "transformers", "accelerate"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +252,8 @@ def test_no_import_goes_in_a_circle() -> None:
         ("ckpttools.plan", "import zarr", "must not"),
         ("ckpttools.executor", "import isal", "must not"),
         ("ckpttools.selection", "from ckpttools.plan import Plan", "must not"),
+        ("ckpttools.derived", "from ckpttools.codecs import decode", "must not"),
+        ("ckpttools.derived", "from ckpttools.storage.local import FilePool", "must not"),
         ("ckpttools.manifest", "from ckpttools.selection import Selection", "must not"),
         ("ckpttools.storage.journal", "from ckpttools.manifest import Manifest", "must not"),
         ("ckpttools.layout.pipeline", "from ckpttools.manifest import Manifest", "must not"),
@@ -262,6 +272,8 @@ def test_no_import_goes_in_a_circle() -> None:
         ("ckpttools.cli.main", "import ckpttools", "must not"),
         ("ckpttools.cli.main", "import numpy", "must not"),
         ("ckpttools.cli.main", "from . import options", "absolute"),
+        ("ckpttools.hooks.lightning", "import lightning", "only inside a function"),
+        ("ckpttools.optimizer.zero1", "def f():\n    import transformers", "must not"),
     ],
 )
 def test_a_planted_import_is_refused(name: str, source: str, rule: str) -> None:
@@ -280,6 +292,7 @@ def test_a_planted_import_is_refused(name: str, source: str, rule: str) -> None:
         ("ckpttools.storage.crc", "from isal.isal_zlib import crc32"),
         ("ckpttools.formats.consolidated.zarr_write", "def f():\n    import zarr"),
         ("ckpttools.selection", "from ckpttools.manifest import Manifest"),
+        ("ckpttools.formats.dcp", "from ckpttools.derived import widened"),
         ("ckpttools.conversion", "from ckpttools.selection import Selection"),
         ("ckpttools.executor", "from ckpttools.codecs import Codec"),
         ("ckpttools.optimizer.zero1", "import torch\nfrom ckpttools.layout.box import Box"),

@@ -180,6 +180,28 @@ class ParamGroup:
     members: tuple[str, ...] | None = field(default=None)
 
 
+DECOUPLED = "decoupled_weight_decay"
+"""torch's name, a setting of a group, for what Apex calls ``adam_w_mode``."""
+
+
+def decoupled_modes(objects: Mapping[str, object]) -> frozenset[bool]:
+    """Return how weight decay was done, as a Manifest's objects tell it: decoupled or not.
+
+    ``adam_w_mode`` tells it of all parameters, else the settings of those groups that have weight
+    decay; empty where nobody does, both where groups differ.
+    """
+    known, groups = objects.get("adam_w_mode"), objects.get("param_groups")
+    if isinstance(known, bool):
+        return frozenset({known})
+    listed = groups if isinstance(groups, (tuple, list)) else ()
+    told = [
+        group.settings.get(DECOUPLED)
+        for group in listed
+        if isinstance(group, ParamGroup) and group.settings.get("weight_decay")
+    ]
+    return frozenset(value for value in told if isinstance(value, bool))
+
+
 @runtime_checkable
 class Carried(Protocol):
     """What a format must know of its own checkpoint to write one again, beside the tensors.
@@ -251,6 +273,7 @@ def registry() -> dict[str, Format]:
     """Return all formats by name."""
     from ckpttools.formats.apex import ApexFormat
     from ckpttools.formats.consolidated import ConsolidatedFormat, ZarrFormat
+    from ckpttools.formats.dcp import DcpFormat
     from ckpttools.formats.megatron import MegatronFormat
     from ckpttools.formats.native import Zero1Format, Zero2Format
     from ckpttools.formats.native.chunked import ShardedFormat
@@ -266,5 +289,6 @@ def registry() -> dict[str, Format]:
         ApexFormat(),
         NemoFormat(),
         NemoLegacyFormat(),
+        DcpFormat(),
     )
     return {fmt.name: fmt for fmt in formats}

@@ -67,9 +67,16 @@ def read_object(directory: Path, key: str, item: DcpItem) -> object:
 
     Raises:
         StorageError: its file can't be read.
-        FormatError: the item is damaged, or holds more than :data:`MAX_OBJECT_BYTES`.
+        FormatError: the item is damaged.
+        UnsupportedError: it holds a storage of more than :data:`MAX_OBJECT_BYTES`.
     """
     file = _open(directory, item, key)
+    largest = max((storage.length_bytes for storage in file.storages.values()), default=0)
+    if largest > MAX_OBJECT_BYTES:
+        raise UnsupportedError(
+            f"{_where(directory, item)}: {key}: an object's tensors must have at most "
+            f"{MAX_OBJECT_BYTES} bytes, got {largest}"
+        )
     load_small_payloads(file, file.tree, limit_bytes=MAX_OBJECT_BYTES)
     return file.tree
 

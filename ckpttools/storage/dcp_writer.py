@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ckpttools.dtypes import DType
 from ckpttools.errors import FormatError
@@ -25,17 +26,22 @@ from ckpttools.storage.torchzip_writer import TorchDraft, lay_out_torch_file, se
 _ARCHIVE = "archive"  # torch.save's top folder where it writes to a stream
 _METADATA = "torch.distributed.checkpoint.metadata"
 _VERSION = "1.0.0"
+_SHORT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A box of a tensor that is to be stored; ``shape`` is the whole tensor's."""
+    """A box of a tensor that is to be stored; ``shape`` is the whole tensor's.
+
+    ``payload`` are its bytes where they are known already; they then need no patch.
+    """
 
     key: str
     dtype: DType
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
+    payload: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class PlacedItem:
 
     @property
     def payload(self) -> int | None:
-        """The byte of a chunk's first element in its file; None where there is no byte."""
+        """The byte of a chunk's first element in its file; None where none is still to come."""
         return self.offset + self.draft.storages[0][1] if self.draft.storages else None
 
 
@@ -97,23 +103,30 @@ def lay_out_dcp(
 ) -> DcpDraft:
     """Lay out the files of a directory, given the items of each by path.
 
-    ``paths`` say where keys stood in the nested state (default: each a name of its own at the
-    top); ``attributes`` are further ones of the metadata, such as a library adds to it.
+    ``paths`` say where keys stood in the nested state, in its order (default: each a name of its
+    own at the top, in the order of the files); ``attributes`` are further ones of the metadata,
+    such as a library adds to it.
 
     Raises:
         FormatError: a chunk is there twice or chunks of one tensor disagree on it.
     """
+    drafts = lay_out_files(files)
+    tree = _metadata_tree(drafts, paths or {}, attributes or {})
+    return DcpDraft(drafts, inert.dumps(tree, persistent_id=lambda _: None))
+
+
+def lay_out_files(files: Mapping[str, Sequence[NewChunk | NewObject]]) -> tuple[DcpFile, ...]:
+    """Lay out files alone, as :func:`lay_out_dcp` does; each needs nothing of the others."""
     drafts: list[DcpFile] = []
     for path, items in files.items():
         offset = 0
         placed: list[PlacedItem] = []
         for item in sorted(items, key=lambda item: isinstance(item, NewChunk)):
-            draft = lay_out_torch_file(_ARCHIVE, _tree(item))
+            draft = _archive(item)
             placed.append(PlacedItem(item, offset, draft))
             offset += draft.size
         drafts.append(DcpFile(path, offset, tuple(placed)))
-    tree = _metadata_tree(drafts, paths or {}, attributes or {})
-    return DcpDraft(tuple(drafts), inert.dumps(tree, persistent_id=lambda _: None))
+    return tuple(drafts)
 
 
 def file_bytes(prefix: str, tree: object) -> bytes:
@@ -129,10 +142,27 @@ def file_bytes(prefix: str, tree: object) -> bytes:
     return bytes(data)
 
 
-def _tree(item: NewChunk | NewObject) -> object:
-    """Return what the archive of an item holds."""
-    if isinstance(item, NewChunk):
-        return new_tensor(item.dtype, item.lengths)
+def _archive(item: NewChunk | NewObject) -> TorchDraft:
+    """Return the archive of an item."""
+    if isinstance(item, NewObject):
+        return lay_out_torch_file(_ARCHIVE, _checked(item))
+    if item.payload is None or len(item.payload) <= _SHORT_BYTES:
+        return _known_archive(item.dtype, item.lengths, item.payload)
+    return _chunk_archive(item.dtype, item.lengths, item.payload)
+
+
+def _chunk_archive(dtype: DType, lengths: tuple[int, ...], payload: bytes | None) -> TorchDraft:
+    tensor = new_tensor(dtype, lengths)
+    tensor.storage.payload = payload
+    return lay_out_torch_file(_ARCHIVE, tensor)
+
+
+_known_archive = lru_cache(maxsize=4096)(_chunk_archive)
+"""The same few archives serve all layers of a model, and all its steps."""
+
+
+def _checked(item: NewObject) -> object:
+    """Return an object whose tensors have their bytes."""
     for part in inert.walk(item.tree, where=item.key):
         if isinstance(part, StorageRef) and part.payload is None and part.numel:
             raise FormatError(f"{item.key}: an object's tensors must have their bytes, got none")
@@ -176,6 +206,8 @@ def _metadata_tree(
             "TensorStorageMetadata",
             {"properties": _properties(first), "size": _size(first.shape), "chunks": chunks},
         )
+    order = {key: number for number, key in enumerate(paths)}
+    entries = {k: entries[k] for k in sorted(entries, key=lambda k: order.get(k, len(order)))}
     state = {
         "state_dict_metadata": entries,
         "planner_data": {key: paths.get(key, (key,)) for key in entries},
