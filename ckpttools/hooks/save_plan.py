@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -85,6 +86,11 @@ class SavePlan:
         return sum(file.size_bytes for file in self.files)
 
 
+# An optimizer is laid out once, when it is built, so its ranks need to tell each other only once.
+# What is kept here was told to all of them in a call that ended well on each.
+_DESCRIBED: WeakKeyDictionary[ShardedOptimizer, ShardedLayout] = WeakKeyDictionary()
+
+
 def plan_native(
     optimizer: ShardedOptimizer,
     *,
@@ -103,10 +109,12 @@ def plan_native(
         OptimizerError: ranks don't have the same parameters or steps.
     """
     optimizer.finish_param_sync()
-    layout = known_layout(optimizer.describe(), carry)
+    described = _DESCRIBED.get(optimizer) or optimizer.describe()
+    layout = known_layout(described, carry)
     objects = run_objects(optimizer, iteration=iteration, scheduler=scheduler, carry=carry)
     objects.update(extra or {})
     files = tuple(_file(file, layout, optimizer) for file in rank_files(layout, rank_of(optimizer)))
+    _DESCRIBED[optimizer] = described
 
     def finish(stated: Sequence[StatedFile]) -> Mapping[str, bytes]:
         carried = carried_documents(objects)

@@ -14,32 +14,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from ckpttools.errors import system_errors
-from ckpttools.formats.native.files import Entry, RankFile, rank_files
-from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile, manifest_document
-from ckpttools.formats.native.objects import carried_documents
-from ckpttools.hooks.run_state import known_layout, run_objects
+from ckpttools.hooks.save_plan import plan_native
 from ckpttools.hooks.together import rank_of, together
-from ckpttools.layout.sharded import ShardedLayout
-from ckpttools.manifest import WEIGHT
-from ckpttools.optimizer import DistributedOptimizer
-from ckpttools.optimizer.describe import dtype_name
+from ckpttools.hooks.write_files import write_live
+from ckpttools.optimizer import ShardedOptimizer
 from ckpttools.storage.commit import Staging
-from ckpttools.storage.crc import crc32
-from ckpttools.storage.local import FilePool, create_file, write_new_file
-from ckpttools.storage.sealed_json import sha256
-
-BLOCK_BYTES = 8 << 20
-"""How much is written, and summed, at once."""
+from ckpttools.storage.local import write_new_file
 
 
 @system_errors()
 def save_sharded(
     directory: str | Path,
-    optimizer: DistributedOptimizer,
+    optimizer: ShardedOptimizer,
     *,
     iteration: int | None = None,
     scheduler: Mapping[str, object] | None = None,
@@ -55,19 +42,16 @@ def save_sharded(
     Raises:
         CkptError: any rank could not write; raised on every rank, and nothing was published.
     """
-    place = Path(directory).absolute()
-    optimizer.finish_param_sync()
-    layout = known_layout(optimizer.describe(), carry)
-    objects = run_objects(optimizer, iteration=iteration, scheduler=scheduler, carry=carry)
+    place = Path(os.path.abspath(directory))
+    plan = plan_native(optimizer, iteration=iteration, scheduler=scheduler, carry=carry)
     with staged(place, optimizer, overwrite=overwrite) as root:
-        found = together(optimizer, lambda: _write_rank(root, layout, optimizer))
+        found = together(optimizer, lambda: write_live(root, plan))
         files = [file for mine in found.values() for file in mine]
 
         def finish() -> bool:
             if rank_of(optimizer) == 0:
-                carried = carried_documents(objects)
-                data = manifest_document(layout, files, objects, carried)
-                write_new_file(root / MANIFEST_FILE, data)
+                for path, data in plan.finish(files).items():
+                    write_new_file(root / path, data)
             return True
 
         together(optimizer, finish)
@@ -75,7 +59,7 @@ def save_sharded(
 
 
 @contextmanager
-def staged(place: Path, optimizer: DistributedOptimizer, *, overwrite: bool) -> Iterator[Path]:
+def staged(place: Path, optimizer: ShardedOptimizer, *, overwrite: bool) -> Iterator[Path]:
     """Give all ranks one staging directory; it becomes ``place`` if the body ends well everywhere.
 
     Raises:
@@ -103,60 +87,3 @@ def staged(place: Path, optimizer: DistributedOptimizer, *, overwrite: bool) -> 
     finally:
         if mine:
             mine[0].__exit__(None, None, None)
-
-
-def local_tensor(entry: Entry, layout: ShardedLayout, optimizer: DistributedOptimizer) -> Tensor:
-    """Return the live tensor whose elements a key holds, 1-D."""
-    if entry.frozen is not None:
-        name = layout.params[entry.frozen].name
-        managed = next(one for one in optimizer.managed if one.name == name)
-        return managed.param.data.reshape(-1)
-    piece = entry.piece
-    for buffer in optimizer.buffers:
-        if piece is not None and (buffer.chunk, dtype_name(buffer.param_dtype)) == (
-            piece.vpp,
-            piece.dtype,
-        ):
-            shard = optimizer.shard_of(buffer.buckets[piece.bucket])
-            if entry.slot == WEIGHT:
-                return shard.bucket.local_params
-            return shard.slots()[entry.slot]
-    raise KeyError(entry.key)
-
-
-def _write_rank(
-    root: Path, layout: ShardedLayout, optimizer: DistributedOptimizer
-) -> list[StatedFile]:
-    """Write and sync this rank's files; return what vouches for them."""
-    return [
-        _write_file(root, file, layout, optimizer)
-        for file in rank_files(layout, rank_of(optimizer))
-    ]
-
-
-def _write_file(
-    root: Path, file: RankFile, layout: ShardedLayout, optimizer: DistributedOptimizer
-) -> StatedFile:
-    """Write one file: its header, then each key's elements, summed as they pass."""
-    create_file(root / file.path, file.size_bytes)
-    crcs: dict[str, int] = {}
-    with FilePool(str(root), [file.path], writable=True) as pool:
-        pool.write_at(0, 0, file.header)
-        for entry in file.entries:
-            crc, at = 0, entry.offset
-            for block in _blocks(local_tensor(entry, layout, optimizer)):
-                crc = crc32(block, crc)
-                pool.write_at(0, at, block)
-                at += len(block)
-            crcs[entry.key] = crc
-    with (root / file.path).open("rb") as written:
-        os.fsync(written.fileno())
-    return StatedFile(file.path, sha256(file.header), crcs)
-
-
-def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a 1-D tensor on the host, a bounded piece at a time."""
-    step = max(1, BLOCK_BYTES // tensor.element_size())
-    for low in range(0, tensor.numel(), step):
-        part = tensor.detach()[low : low + step].cpu().contiguous()
-        yield part.view(torch.uint8).numpy().data

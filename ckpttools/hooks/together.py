@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckpttools.layout.sharded import Topology
-from ckpttools.optimizer import DistributedOptimizer, RemoteError
+from ckpttools.optimizer import RemoteError, ShardedOptimizer
 from ckpttools.optimizer.describe import exchange
 
 T = TypeVar("T")
 
 
-def together(optimizer: DistributedOptimizer, work: Callable[[], T]) -> dict[int, T]:
+def together(optimizer: ShardedOptimizer, work: Callable[[], T]) -> dict[int, T]:
     """Do ``work`` on every rank and return what each returned, by rank number.
 
     A collective call: every rank gets all results, so they are small plain data.
@@ -41,11 +41,11 @@ def together(optimizer: DistributedOptimizer, work: Callable[[], T]) -> dict[int
     return results
 
 
-def rank_of(optimizer: DistributedOptimizer) -> int:
+def rank_of(optimizer: ShardedOptimizer) -> int:
     """Return this rank's number in the run: tensor ranks first, then data, then pipeline ranks."""
     tp, dp, pp = optimizer.tp, optimizer.dp, optimizer.pp
     return _topology(optimizer).rank_of(tp=tp.rank, dp=dp.rank, pp=pp.rank)
 
 
-def _topology(optimizer: DistributedOptimizer) -> Topology:
+def _topology(optimizer: ShardedOptimizer) -> Topology:
     return Topology(tp=optimizer.tp.size, pp=optimizer.pp.size, dp=optimizer.dp.size)

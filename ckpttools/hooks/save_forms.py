@@ -1,0 +1,108 @@
+"""Which form does a save have, and who plans and reads it? By the optimizer, and by name.
+
+``sharded`` is one file a rank: the native form for our optimizers, the general one for any other
+of torch's. ``dcp`` is the container of torch's distributed checkpoints. ``gathered`` is no plan:
+whole tensors are streamed to data-parallel rank zero, which takes all ranks' part.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttools.errors import UsageError
+from ckpttools.hooks.gathered import save_gathered
+from ckpttools.hooks.general import load_general, plan_general
+from ckpttools.hooks.restore import Restored, load_sharded
+from ckpttools.hooks.save_plan import SavePlan, plan_native
+from ckpttools.optimizer import ShardedOptimizer
+
+SHARDED = "sharded"
+GATHERED = "gathered"
+DCP = "dcp"
+FORMS = (SHARDED, GATHERED, DCP)
+
+
+def plan_save(
+    form: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    iteration: int,
+    carry: Mapping[str, object] | None,
+    extra: Mapping[str, object],
+) -> SavePlan:
+    """Plan a save in a form; a collective call.
+
+    Raises:
+        UsageError: there is no such form for this optimizer.
+    """
+    if form == DCP:
+        planned: SavePlan = _plan_dcp()(
+            model, optimizer, iteration=iteration, carry=carry, extra=extra
+        )
+        return planned
+    if isinstance(optimizer, ShardedOptimizer):
+        return plan_native(optimizer, iteration=iteration, carry=carry, extra=extra)
+    return plan_general(model, optimizer, iteration=iteration, carry=carry, extra=extra)
+
+
+def load_any(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    strict: bool,
+    allow: Collection[str],
+) -> Restored:
+    """Load weights and optimizer state of any format that is read here; a collective call.
+
+    Raises:
+        CkptError: it doesn't fit, or is damaged; raised on every rank, and nothing was changed.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return load_sharded(path, optimizer, strict=strict)
+    return load_general(path, model, optimizer, strict=strict, allow=allow)
+
+
+def gather_save(
+    path: Path,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    iteration: int,
+    carry: Mapping[str, object] | None,
+    extra: Mapping[str, object],
+    overwrite: bool,
+) -> None:
+    """Save whole tensors, streamed to data-parallel rank zero; a collective call.
+
+    Raises:
+        UsageError: the optimizer isn't one of ours.
+        CkptError: any rank could not write; raised on every rank, and nothing was published.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise UsageError(
+            f"format: must be {SHARDED} for {type(optimizer).__name__}, got {GATHERED}",
+            hint="gather the checkpoint later, with `ckpttools gather`",
+        )
+    objects = {**(carry or {}), **extra}
+    save_gathered(path, optimizer, iteration=iteration, carry=objects, overwrite=overwrite)
+
+
+def _plan_dcp() -> Callable[..., Any]:
+    """Return the function that plans a save for torch's distributed checkpoints.
+
+    Raises:
+        UsageError: this version has none.
+    """
+    try:
+        module = importlib.import_module("ckpttools.hooks.dcp")
+    except ImportError as error:
+        raise UsageError(f"format: must be {SHARDED} or {GATHERED}, got {DCP}: {error}") from error
+    plan: Callable[..., Any] = module.plan_dcp
+    return plan

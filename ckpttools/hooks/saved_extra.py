@@ -1,0 +1,36 @@
+"""What did a run say of itself when it was saved? Its ``extra``, read before anything is restored.
+
+For callers that have to know where the run was before they have a model to restore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpttools import api
+from ckpttools.errors import system_errors
+from ckpttools.hooks.crew import Crew
+from ckpttools.hooks.manager import CheckpointManager
+from ckpttools.hooks.training_state import EXTRA, find_states
+
+
+@system_errors()
+def saved_extra(manager: CheckpointManager, step: int) -> Mapping[str, object]:
+    """Return what was given to `CheckpointManager.save` as ``extra``; empty if nothing was.
+
+    A collective call of all ranks of the default group; rank 0 reads.
+
+    Raises:
+        CkptError: the step can't be read; raised on every rank.
+    """
+    crew = Crew()
+    place = manager.directory.path(step)
+
+    def read() -> Mapping[str, object]:
+        if crew.rank != 0:
+            return {}
+        return dict(api.open_checkpoint(place, cross_check=False).manifest.objects)
+
+    found = find_states(crew.together(read)[0], crew, str(place))
+    extra = found.states.get(EXTRA)
+    return extra if isinstance(extra, Mapping) else {}
