@@ -1,4 +1,5 @@
 # make test   lint, types and tests in .venv
+# make soak   the tests that take minutes each: a hundred kills, every pair of topologies
 # make peers  the tests that ask megatron-core, in .venv-peers
 # make demo   examples/demo.py with the runtime dependencies alone, in .venv-demo, then
 #             examples/demo_training.py with torch, in .venv-demo-torch
@@ -10,15 +11,18 @@ WORKERS ?= 2
 PIP_INSTALL = pip install -qq --constraint constraints.txt
 INPUTS = pyproject.toml constraints.txt
 
-.PHONY: test lint peers demo docs bench clean
+.PHONY: test lint soak peers demo docs bench clean
 
 test: lint
-	.venv/bin/python -m pytest -n $(WORKERS) -m "not peers"
+	.venv/bin/python -m pytest -n $(WORKERS) -m "not peers and not soak"
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+soak: .venv/.installed
+	.venv/bin/python -m pytest -m soak
 
 peers: .venv-peers/.installed
 	.venv-peers/bin/python -m pytest -m peers tests/peers

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--layers", "2", "--width", "32", "--rounds", "1", "--step", "1")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_way_to_save_is_timed_in_one_run(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "save.py"), *SMALL]
     done = subprocess.run(

@@ -51,13 +51,15 @@ def save_gathered(
     iteration: int | None = None,
     scheduler: Mapping[str, object] | None = None,
     carry: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Save whole tensors, or another format that is written here, from a running optimizer.
 
     A collective call of all ranks. No rank needs more than one bucket of memory beside what it
     has. ``to`` is ``safetensors``, ``zarr`` or ``megatron`` (for a run that began with a Megatron
-    checkpoint, whose objects are given as ``carry``). Returns the directory.
+    checkpoint, whose objects are given as ``carry``). ``extra`` are further objects of the
+    checkpoint, equal on every rank. Returns the directory.
 
     Raises:
         UsageError: the format can't hold the run.
@@ -70,6 +72,7 @@ def save_gathered(
     optimizer.finish_param_sync()
     layout = known_layout(optimizer.describe(), carry)
     objects = run_objects(optimizer, iteration=iteration, scheduler=scheduler, carry=carry)
+    objects.update(extra or {})
     source = live_manifest(layout, objects)
     draft = formats[to].lay_out(source, Target(), "")
     if draft.source is not None:

@@ -105,7 +105,8 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Say whether ``step`` is to be saved; a collective call with one small message.
 
-        The answer is the same on every rank. A signal to any rank makes it yes on all, once.
+        The answer is the same on every rank. A signal to any rank makes it yes on all. Before the
+        first call that is given an optimizer, all processes of the default group are asked.
 
         Raises:
             CkptError: an earlier write has failed on any rank; raised on every rank.

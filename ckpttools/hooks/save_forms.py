@@ -90,8 +90,9 @@ def gather_save(
             f"format: must be {SHARDED} for {type(optimizer).__name__}, got {GATHERED}",
             hint="gather the checkpoint later, with `ckpttools gather`",
         )
-    objects = {**(carry or {}), **extra}
-    save_gathered(path, optimizer, iteration=iteration, carry=objects, overwrite=overwrite)
+    save_gathered(
+        path, optimizer, iteration=iteration, carry=carry, extra=extra, overwrite=overwrite
+    )
 
 
 def _plan_dcp() -> Callable[..., Any]:

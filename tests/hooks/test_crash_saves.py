@@ -152,7 +152,7 @@ def test_ranks_killed_at_a_file_operation_leave_a_checkpoint_that_loads(
     assert max(reached) == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_killed_at_a_hundred_random_moments_leave_a_checkpoint_that_loads(
     states: dict[int, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -6,16 +6,19 @@ import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
+from ckpttools.errors import FormatError
 from ckpttools.formats import NewFile, ParamGroup, Written
 from ckpttools.formats.consolidated.state import (
     FORMAT,
     FORMAT_VERSION,
     OBJECTS,
     OBJECTS_DIRECTORY,
+    TAGGED,
     plain,
 )
 from ckpttools.manifest import WEIGHT, Manifest, TensorSpec
 from ckpttools.storage.inert import Inert
+from ckpttools.storage.inert_encoder import encode
 
 _PLAIN = (
     "iteration",
@@ -84,33 +87,48 @@ def carried_objects(source: Manifest) -> Objects:
             carried.append("optimizer: parameter groups with their settings, members and step")
         else:
             lost.append("optimizer: its parameter groups and step, since no state of it is written")
-    for key in _PLAIN:
-        if key in source.objects:
-            carried.append(key)
-    for key in OBJECTS:
+    carried += [key for key in _PLAIN if key in source.objects]
+    for key in (*OBJECTS, *TAGGED):
         value = source.objects.get(key)
         if value is None:
             continue
-        table = value.state if isinstance(value, Inert) else value
-        if not isinstance(table, Mapping):
-            lost.append(f"{key}: it is not plain data")
-            continue
-        kept: dict[str, object] = {}
-        for name, setting in table.items():
-            try:
-                kept[str(name)] = plain(setting)
-            except TypeError:
-                lost.append(f"{key}.{name}: it is not plain data")
-        carried.append(f"{key}, under objects")
-        data = (json.dumps(kept, indent=1) + "\n").encode()
-        files.append(NewFile(f"{OBJECTS_DIRECTORY}/{key}.json", data))
-    per_rank = source.objects.get("per_rank")
-    for key in per_rank if isinstance(per_rank, tuple) else ():
-        lost.append(f"{key}: it belongs to ranks, which whole tensors have not")
-    unconverted = source.objects.get("unconverted")
-    for key in unconverted if isinstance(unconverted, tuple) else ():
-        lost.append(f"{key}: whole tensors have no place for it")
+        document, missing = _tagged(key, value) if key in TAGGED else _plain(key, value)
+        lost += missing
+        if document is not None:
+            carried.append(f"{key}, under objects")
+            data = (json.dumps(document, indent=1) + "\n").encode()
+            files.append(NewFile(f"{OBJECTS_DIRECTORY}/{key}.json", data))
+    if source.objects.get("per_rank_state") is not None:
+        lost.append("per_rank_state: it belongs to ranks, which whole tensors have not")
+    for names, reason in (
+        (source.objects.get("per_rank"), "it belongs to ranks, which whole tensors have not"),
+        (source.objects.get("unconverted"), "whole tensors have no place for it"),
+    ):
+        lost += [f"{key}: {reason}" for key in (names if isinstance(names, tuple) else ())]
     return Objects(tuple(files), tuple(carried), tuple(lost))
+
+
+def _plain(key: str, value: object) -> tuple[object | None, list[str]]:
+    """Return the entries of a table that are plain data, and a line on each other one."""
+    table = value.state if isinstance(value, Inert) else value
+    if not isinstance(table, Mapping):
+        return None, [f"{key}: it is not plain data"]
+    kept: dict[str, object] = {}
+    lost: list[str] = []
+    for name, setting in table.items():
+        try:
+            kept[str(name)] = plain(setting)
+        except TypeError:
+            lost.append(f"{key}.{name}: it is not plain data")
+    return kept, lost
+
+
+def _tagged(key: str, value: object) -> tuple[object | None, list[str]]:
+    """Return a value in the tags of the inert encoder, or a line on why it has none."""
+    try:
+        return encode(value, where=key), []
+    except FormatError as error:
+        return None, [str(error)]
 
 
 def _groups(groups: object, names: Container[str]) -> list[object] | None:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from ckpttools.errors import CkptError, FormatError
 from ckpttools.formats import ParamGroup, Problem
-from ckpttools.formats.consolidated.state import MAX_STATE_BYTES, OBJECTS, OBJECTS_DIRECTORY
+from ckpttools.formats.consolidated.state import (
+    MAX_STATE_BYTES,
+    OBJECTS,
+    OBJECTS_DIRECTORY,
+    TAGGED,
+)
+from ckpttools.storage.inert_decoder import decode
 from ckpttools.storage.local import read_small_file
 from ckpttools.storage.sealed_json import parse_json, sha256
 
@@ -73,7 +79,8 @@ def objects_of(
         objects["gathered_from"] = document["source"]
     lost = document.get("not_carried")
     objects["not_carried"] = tuple(map(str, lost)) if isinstance(lost, list) else ()
-    return {**objects, **carried}
+    tagged = {k: decode(carried[k], where=f"objects: {k}") for k in TAGGED if k in carried}
+    return {**objects, **carried, **tagged}
 
 
 def carried_of(
@@ -87,7 +94,7 @@ def carried_of(
     """
     files = table(document, "files", where)
     carried: dict[str, object] = {}
-    for key in OBJECTS:
+    for key in (*OBJECTS, *TAGGED):
         name = f"{OBJECTS_DIRECTORY}/{key}{end}"
         if name not in files:
             continue

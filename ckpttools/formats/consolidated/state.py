@@ -18,6 +18,9 @@ MAX_STATE_BYTES = 256 << 20
 OBJECTS = ("args", "opt_param_scheduler", "grad_scaler")
 """What has a JSON file of its own under :data:`OBJECTS_DIRECTORY`."""
 
+TAGGED = ("training", "state_values")
+"""The same for what needs more than JSON has, with the tags of ``storage.inert_encoder``."""
+
 OBJECTS_DIRECTORY = "objects"
 MAX_DEPTH = 64
 """How deep plain data may be nested; what holds itself is no plain data."""

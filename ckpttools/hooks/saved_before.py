@@ -1,4 +1,4 @@
-"""What did a run say of itself when it was saved? Its ``extra``, read before anything is restored.
+"""What did a run save last, and what did it say of itself? Read before anything is restored.
 
 For callers that have to know where the run was before they have a model to restore.
 """
@@ -11,7 +11,17 @@ from ckpttools import api
 from ckpttools.errors import system_errors
 from ckpttools.hooks.crew import Crew
 from ckpttools.hooks.manager import CheckpointManager
+from ckpttools.hooks.ranks import Ranks
 from ckpttools.hooks.training_state import EXTRA, find_states
+
+
+def latest_step(manager: CheckpointManager) -> int | None:
+    """Return the step that was saved last, as rank 0 sees it, once it is durable.
+
+    A collective call of all ranks of the default group.
+    """
+    manager.wait()
+    return Ranks().gather(manager.latest())[0]
 
 
 @system_errors()
