@@ -1,6 +1,6 @@
 # make test   lint, types and tests in .venv
 # make soak   the tests that take minutes each: a hundred kills, every pair of topologies
-# make peers  the tests that ask megatron-core, in .venv-peers
+# make peers  the tests that ask megatron-core, Lightning, Transformers, Accelerate, in .venv-peers
 # make demo   examples/demo.py with the runtime dependencies alone, in .venv-demo, then
 #             examples/demo_training.py with torch, in .venv-demo-torch
 # make lint | docs | bench | clean
@@ -25,7 +25,7 @@ soak: .venv/.installed
 	.venv/bin/python -m pytest -m soak
 
 peers: .venv-peers/.installed
-	.venv-peers/bin/python -m pytest -m peers tests/peers
+	.venv-peers/bin/python -m pytest -n $(WORKERS) -m peers tests/peers
 
 demo: .venv-demo/.installed .venv-demo-torch/.installed
 	.venv-demo/bin/python examples/demo.py

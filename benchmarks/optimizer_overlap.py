@@ -96,6 +96,7 @@ def shape(rate: float) -> None:
     """Let the loopback pass ``rate`` bits a second; both directions of all ranks share it."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)  # noqa: S607  # from PATH
     burst = max(256 * 1024, int(rate / 8 / 250))  # what a timer tick of 4 ms must let pass
+    burst = min(burst, (1 << 32) - 1 - QUEUE)  # tc counts in 32 bits
     limits = ["rate", f"{rate:.0f}bit", "burst", str(burst), "limit", str(burst + QUEUE)]
     subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *limits], check=True)  # noqa: S607
 

@@ -10,13 +10,14 @@ import json
 import os
 import sys
 
-import megatron_on_cpu
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 
 def main(directory, out, tp):
+    import megatron_on_cpu  # beside this program; not where tests are collected
+
     megatron_on_cpu.activate()  # before anything of Megatron is imported
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
