@@ -94,6 +94,7 @@ def test_a_run_that_is_killed_goes_on_from_a_step_before_and_ends_with_the_same_
     assert_same(through, killed, STEPS, 9)
 
 
+@pytest.mark.soak
 def test_a_run_that_is_told_to_end_saves_its_step_and_goes_on_with_the_same_bits(
     tmp_path: Path,
 ) -> None:
