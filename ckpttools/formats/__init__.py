@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -72,6 +73,33 @@ class Target:
     bucket_size: int | Literal["none"] | None = None
     masters: Literal["stored", "remainders"] | None = None
     accept_loss: frozenset[str] = frozenset()
+
+    def rank_count(self, source: Manifest, to: str) -> int:
+        """Return the number of ranks where that is all there is to name: else as in the source.
+
+        ``to`` names what is written, for errors.
+
+        Raises:
+            UsageError: something else was named, or two numbers.
+        """
+        for name in _CUTS:
+            value = getattr(self, name)
+            if value not in (None, 1) or (value == 1 and name not in ("tp", "pp", "vpp")):
+                option = name.replace("_", "-")
+                raise UsageError(
+                    f"--{option}: must not be given for {to}, which any layout loads, got {value}"
+                )
+        topology = source.objects.get("topology")
+        known = prod(topology.values()) if isinstance(topology, Mapping) else 1
+        sizes = {size for size in (self.dp, self.world) if size is not None} or {known}
+        if len(sizes) > 1 or min(sizes) < 1:
+            shown = " and ".join(map(str, sorted(sizes)))
+            raise UsageError(f"--world: must be one number of ranks, at least 1, got {shown}")
+        return sizes.pop()
+
+
+_CUTS = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "bucket_size", "masters")
+"""What a :class:`Target` names beside a number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ckpttools.hooks.capture import STEP, Captured, capture
 from ckpttools.hooks.carried_layout import fitting_layout
 from ckpttools.hooks.dcp_files import check_written, plan_file
 from ckpttools.hooks.dcp_pieces import live_boxes, rank_boxes, sharded_specs
-from ckpttools.hooks.general import _objects as general_objects
+from ckpttools.hooks.general import general_objects
 from ckpttools.hooks.joint import RankState, join, tell
 from ckpttools.hooks.ranks import Ranks
 from ckpttools.hooks.run_state import known_layout, run_objects

@@ -47,9 +47,6 @@ from ckpttools.manifest import TensorSpec
 from ckpttools.storage.commit import Staging
 from ckpttools.storage.local import write_new_file
 
-OF_THE_SAVE = (*LIVE, "state_values", "training", "per_rank_state")
-"""Objects that each save makes anew: those of an earlier checkpoint are never handed on."""
-
 
 def plan_general(
     model: nn.Module,
@@ -79,7 +76,9 @@ def plan_general(
         return tell(captured[0], alone=ranks.size == 1)
 
     joint = join(ranks.together(look))
-    objects = _objects(joint, optimizer, iteration=iteration, scheduler=scheduler, carry=carry)
+    objects = general_objects(
+        joint, optimizer, iteration=iteration, scheduler=scheduler, carry=carry
+    )
     objects |= extra or {}
     objects["sharded_layout"] = fitting_layout(joint.tensors, carry)
     live = {(one.name, one.slot): one.local for one in captured[0].tensors}
@@ -239,7 +238,7 @@ def _file_plan(
     return FilePlan(file.path, file.header, file.size_bytes, items)
 
 
-def _objects(
+def general_objects(
     joint: Joint,
     optimizer: torch.optim.Optimizer | None,
     *,
@@ -248,7 +247,7 @@ def _objects(
     carry: Mapping[str, object] | None,
 ) -> dict[str, object]:
     """Return what goes into the checkpoint beside tensors."""
-    objects = {key: value for key, value in (carry or {}).items() if key not in OF_THE_SAVE}
+    objects = {key: value for key, value in (carry or {}).items() if key not in LIVE}
     foreign = objects.get("carried")
     for name in foreign if isinstance(foreign, Mapping) else ():
         objects.pop(name, None)  # a format's own state, of the step it was read at

@@ -12,7 +12,7 @@ The place of every byte follows from names, dtypes and boxes alone, so a draft c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -93,6 +93,19 @@ class DcpDraft:
 
     files: tuple[DcpFile, ...]
     metadata: bytes
+
+    def pieces(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield the bytes that are known by now: file by number, offset, bytes."""
+        for number, file in enumerate(self.files):
+            for offset, data in file.pieces():
+                yield number, offset, data
+
+    def storages(self) -> Iterator[tuple[int, int, int]]:
+        """Yield where payloads will be, as `DcpFile.seal` wants their CRCs: file, offset, bytes."""
+        for number, file in enumerate(self.files):
+            for item in file.items:
+                for _, offset, length in item.draft.storages:
+                    yield number, item.offset + offset, length
 
 
 def lay_out_dcp(

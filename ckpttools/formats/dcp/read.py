@@ -20,11 +20,12 @@ from ckpttools.formats.dcp.names import with_names
 from ckpttools.formats.dcp.settings import adam_w_mode, read_groups
 from ckpttools.formats.dcp.sidecar import Sidecar, read_sidecar
 from ckpttools.formats.dcp.state import FORMAT, NUMBERS, PLAIN_STEP, DcpState, Other, is_plain
-from ckpttools.formats.dcp.stored import Stored, StoredArray, read_stored
+from ckpttools.formats.dcp.stored import Stored, read_stored
 from ckpttools.layout.box import Box, row_major_strides
 from ckpttools.manifest import WEIGHT, Chunk, Extent, File, Manifest, Part, TensorSpec
 from ckpttools.storage.dcp_items import read_object
 from ckpttools.storage.inert_encoder import encode
+from ckpttools.storage.stored_arrays import StoredArray
 from ckpttools.storage.torchzip import StorageRef, TensorRef
 
 LAYOUT = "boxes"

@@ -28,33 +28,13 @@ from ckpttools.storage.dcp_metadata import (
 )
 from ckpttools.storage.safetensors_header import SafetensorsHeader, read_header
 from ckpttools.storage.safetensors_header import StoredTensor as SafetensorsEntry
+from ckpttools.storage.stored_arrays import StoredArray, StoredBox
 
 SHARDING = "DCP_SHARDING_INFO"
 _SHARD = re.compile(r"shard-([0-9]{5})-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _RANK_METADATA = "__0.metadata"
 _NOT_OURS = ("metadata.json", "common.pt")
 """Files of megatron-core's and NeMo's directories, which have ``.metadata`` too."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBox:
-    """A box of an array: the file, the byte of its first element, strides in elements."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    path: str
-    offset: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """One array by its key."""
-
-    key: str
-    dtype: DType
-    shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ and objects are in the first. ``.metadata`` and ``ckpttools.json`` are written l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ckpttools.errors import UsageError
 from ckpttools.formats import Draft, Finish, NewFile, Patch, Target, Written
 from ckpttools.formats.dcp.contents import Contents, Item, contents_of, key_of
 from ckpttools.formats.dcp.read import LAYOUT
@@ -24,8 +23,6 @@ from ckpttools.storage.dcp_writer import DcpDraft, NewChunk, lay_out_dcp
 
 LEAST_CUT_BYTES = 1 << 16
 """A tensor of fewer bytes is never cut: each piece costs 1.5 KB and a read."""
-
-_FOREIGN = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "bucket_size", "masters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ def lay_out_directory(source: Manifest, target: Target, root: str) -> Draft:
     Raises:
         UsageError: the target asks for what these files don't have.
     """
-    world_size = _world_size(source, target)
+    world_size = target.rank_count(source, "dcp")
     specs = source.tensors
     contents = contents_of(
         specs, source.objects, state_of(source.objects), padding_of(specs), world_size=world_size
@@ -59,17 +56,8 @@ def lay_out_directory(source: Manifest, target: Target, root: str) -> Draft:
     draft = lay_out_dcp(files, paths=contents.paths)
     return Draft(
         manifest=_manifest(specs, pieces, draft, root, world_size),
-        patches=tuple(
-            Patch(i, offset, data)
-            for i, file in enumerate(draft.files)
-            for offset, data in file.pieces()
-        ),
-        seals=tuple(
-            Extent(i, item.offset + offset, length)
-            for i, file in enumerate(draft.files)
-            for item in file.items
-            for _, offset, length in item.draft.storages
-        ),
+        patches=tuple(Patch(*piece) for piece in draft.pieces()),
+        seals=tuple(Extent(*storage) for storage in draft.storages()),
         finish=_finisher(draft, contents),
         carried=contents.carried,
         lost=contents.lost,
@@ -109,24 +97,6 @@ def deal(
             dealt[rank].append((index, Box((start, *whole.offsets[1:]), lengths)))
             load[rank] += prod(lengths) * spec.dtype.itemsize
     return dealt
-
-
-def _world_size(source: Manifest, target: Target) -> int:
-    """Return the number of ranks: as named, else as in the source."""
-    for name in _FOREIGN:
-        value = getattr(target, name)
-        if value not in (None, 1) or (value == 1 and name not in ("tp", "pp", "vpp")):
-            option = name.replace("_", "-")
-            raise UsageError(
-                f"--{option}: must not be given for dcp, which any layout loads, got {value}"
-            )
-    topology = source.objects.get("topology")
-    known = prod(topology.values()) if isinstance(topology, Mapping) else 1
-    sizes = {size for size in (target.dp, target.world) if size is not None} or {known}
-    if len(sizes) > 1 or min(sizes) < 1:
-        shown = " and ".join(map(str, sorted(sizes)))
-        raise UsageError(f"--world: must be one number of ranks, at least 1, got {shown}")
-    return sizes.pop()
 
 
 def _manifest(

@@ -33,10 +33,11 @@ from ckpttools.formats.nemo.state import (
     notes_of,
     param_groups,
 )
-from ckpttools.formats.nemo.stored import COMMON_FILE, Stored, StoredArray, StoredBox, read_stored
+from ckpttools.formats.nemo.stored import COMMON_FILE, Stored, read_stored
 from ckpttools.layout.box import Box
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.manifest import MASTER, WEIGHT, TensorSpec
+from ckpttools.storage.stored_arrays import StoredArray, StoredBox
 from ckpttools.storage.torchzip import load_small_payloads, read_torch_file
 
 MAX_OBJECT_BYTES = 16 << 20

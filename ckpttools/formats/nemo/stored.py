@@ -10,39 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpttools.dtypes import DType
 from ckpttools.errors import FormatError, UnsupportedError
 from ckpttools.formats.nemo.zarr_arrays import ArrayChunk, read_arrays, read_shard_objects
 from ckpttools.storage.dcp_items import read_object, read_tensor
 from ckpttools.storage.dcp_metadata import METADATA_FILE, read_metadata
 from ckpttools.storage.local import read_small_file
 from ckpttools.storage.sealed_json import parse_json
+from ckpttools.storage.stored_arrays import StoredArray, StoredBox
 
 BACKENDS = ("torch_dist", "zarr")
 BACKEND_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 _MAX_JSON_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBox:
-    """A box of an array: the file, the byte of its first element, strides in elements."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    path: str
-    offset: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """One array by its key."""
-
-    key: str
-    dtype: DType
-    shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
 
 
 @dataclass(frozen=True, slots=True)

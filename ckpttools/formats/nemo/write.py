@@ -63,17 +63,8 @@ def lay_out_distributed(source: Manifest, target: Target, root: str) -> Draft:
     manifest = _manifest(taken, pieces, layout, draft, root)
     return Draft(
         manifest=manifest,
-        patches=tuple(
-            Patch(i, offset, data)
-            for i, file in enumerate(draft.files)
-            for offset, data in file.pieces()
-        ),
-        seals=tuple(
-            Extent(i, item.offset + offset, length)
-            for i, file in enumerate(draft.files)
-            for item in file.items
-            for _, offset, length in item.draft.storages
-        ),
+        patches=tuple(Patch(*piece) for piece in draft.pieces()),
+        seals=tuple(Extent(*storage) for storage in draft.storages()),
         finish=_finisher(draft, taken),
         carried=taken.carried,
         lost=taken.lost,

@@ -7,9 +7,7 @@ Once the payload is written, ``manifest.json`` gets the CRC-32 of every key.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 
-from ckpttools.errors import UsageError
 from ckpttools.formats import Draft, Finish, NewFile, Patch, Target, Written
 from ckpttools.formats.native.chunked.dealing import deal
 from ckpttools.formats.native.chunked.document import chunk_document
@@ -21,8 +19,6 @@ from ckpttools.layout.box import Box
 from ckpttools.manifest import Extent, Manifest, TensorSpec
 from ckpttools.storage.sealed_json import sha256
 
-_FOREIGN = ("tp", "pp", "vpp", "first_stage_layers", "last_stage_layers", "bucket_size", "masters")
-
 
 def lay_out_chunks(source: Manifest, target: Target, root: str) -> Draft:
     """Lay out the chunks of ``source`` on so many ranks.
@@ -30,7 +26,7 @@ def lay_out_chunks(source: Manifest, target: Target, root: str) -> Draft:
     Raises:
         UsageError: the target asks for what chunks don't have.
     """
-    world_size = _world_size(source, target)
+    world_size = target.rank_count(source, "chunks")
     specs = source.tensors
     boxes = [(Box.whole(spec.stored_shape), spec.dtype.itemsize) for spec in specs]
     files = pack_files(specs, deal(boxes, world_size))
@@ -51,24 +47,6 @@ def lay_out_chunks(source: Manifest, target: Target, root: str) -> Draft:
         lost=lost,
         plan=(f"chunks: rows dealt evenly to {world_size} ranks",),
     )
-
-
-def _world_size(source: Manifest, target: Target) -> int:
-    """Return the number of ranks: as named, else as in the source."""
-    for name in _FOREIGN:
-        value = getattr(target, name)
-        if value not in (None, 1) or (value == 1 and name not in ("tp", "pp", "vpp")):
-            option = name.replace("_", "-")
-            raise UsageError(
-                f"--{option}: must not be given for chunks, which any layout loads, got {value}"
-            )
-    topology = source.objects.get("topology")
-    known = prod(topology.values()) if isinstance(topology, Mapping) else 1
-    sizes = {size for size in (target.dp, target.world) if size is not None} or {known}
-    if len(sizes) > 1 or min(sizes) < 1:
-        shown = " and ".join(map(str, sorted(sizes)))
-        raise UsageError(f"--world: must be one number of ranks, at least 1, got {shown}")
-    return sizes.pop()
 
 
 def _finisher(
