@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -258,7 +259,8 @@ def _not_there(source: Manifest, result: Manifest, draft: Draft) -> Iterator[str
     """Say which of the source's objects the result lacks, unless its format has said so."""
     has_state = any(spec.slot != WEIGHT for spec in result.tensors)
     for key in _TOLD if has_state else _TOLD_OF_WEIGHTS:
-        told = any(key in line for line in (*draft.lost, *draft.carried, *draft.notes))
+        word = re.compile(rf"(?<![\w.]){key}(?![\w])")  # not the ``step`` of ``global_step``
+        told = any(word.search(line) for line in (*draft.lost, *draft.carried, *draft.notes))
         if source.objects.get(key) and result.objects.get(key) is None and not told:
             yield f"{key}: the source has it, and the result has no place for it"
 
