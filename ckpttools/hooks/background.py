@@ -47,7 +47,7 @@ CHECK_S = 0.25
 class Job:
     """One save to be written: the images of a plan's files, and where they go.
 
-    ``staging`` is rank 0's, entered; ``published`` is called there when the save has its name.
+    ``staging`` is rank 0's, entered; ``publish`` gets it when all that is in it is written.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Job:
     rendezvous: Rendezvous
     deadline_s: float
     staging: Staging | None = None
-    published: Callable[[], None] | None = None
+    publish: Callable[[Staging], None] = Staging.publish
     after: Callable[[], None] | None = None
 
 
@@ -173,9 +173,7 @@ class BackgroundWrite:
         stated = self.job.rendezvous.wait_for_all(deadline)
         for path, data in self.job.plan.finish(stated).items():
             write_new_file(staging.path / path, data)
-        staging.publish()
-        if self.job.published is not None:
-            self.job.published()
+        self.job.publish(staging)
 
 
 def _text(error: Exception) -> str:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +26,7 @@ from torch import nn
 
 from ckpttools.errors import UsageError, system_errors
 from ckpttools.hooks.crew import Crew
+from ckpttools.hooks.newest_sound import Sound, check_step, newest_sound
 from ckpttools.hooks.pending_gradients import has_pending_gradients
 from ckpttools.hooks.preemption import Preemption
 from ckpttools.hooks.restore import Restored
@@ -162,15 +165,18 @@ class CheckpointManager:
         objects = state.objects(crew, pending=lambda: has_pending_gradients(optimizer))
         overwrite = self.overwrite or step in self._damaged
         if self.format == GATHERED:
-            gather_save(
-                self.directory.path(step),
-                optimizer,
-                iteration=step,
-                carry=self._carry,
-                extra=objects,
-                overwrite=overwrite,
+            self._writer.publish_by(
+                step,
+                crew,
+                lambda: gather_save(
+                    self.directory.path(step),
+                    optimizer,
+                    iteration=step,
+                    carry=self._carry,
+                    extra=objects,
+                    overwrite=overwrite,
+                ),
             )
-            self._writer.published(step, crew)
         else:
             plan = plan_save(
                 self.format, model, optimizer, iteration=step, carry=self._carry, extra=objects
@@ -207,6 +213,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
+            self._writer.close()
             self._preemption.close()
 
     def __enter__(self) -> Self:
@@ -223,6 +230,7 @@ class CheckpointManager:
             return
         # Other ranks may be anywhere: no collective call. What was begun is still finished.
         self._writer.join()
+        self._writer.close()
         self._preemption.close()
 
     # ---- restoring -----------------------------------------------------------------------
@@ -266,7 +274,25 @@ class CheckpointManager:
         self._last_step, self._last_time = resumed.step, time.monotonic()
         self._carry = dict(resumed.restored.objects)
         self._carry.pop("extra", None)
-        return resumed.restored
+        return replace(
+            resumed.restored, notes=(*resumed.restored.notes, *self._in_the_way(resumed.step))
+        )
+
+    @system_errors()
+    def newest_sound(self) -> Sound[None] | None:
+        """Return the step that :meth:`restore` would take, checked as it does; None without any.
+
+        For callers that must know it before there is a model. A collective call of all processes
+        of the default group. Steps found damaged are remembered as :meth:`restore` does it.
+
+        Raises:
+            StorageError: there are steps, and none of them is sound.
+        """
+        crew = self._meet(None)
+        self._writer.collect(crew)
+        found = newest_sound(self.directory, crew, partial(check_step, self.directory, crew))
+        self._damaged.update(found.damaged if found is not None else ())
+        return found
 
     # ---- within --------------------------------------------------------------------------
 
@@ -274,6 +300,15 @@ class CheckpointManager:
     def notes(self) -> tuple[str, ...]:
         """A line on each step that could not be removed, or not be stripped of its optimizer."""
         return tuple(self._writer.notes)
+
+    def _in_the_way(self, step: int) -> list[str]:
+        """Return a line on sound steps that a run from ``step`` on will meet, if there are any."""
+        later = [one for one in self.all_steps() if one > step and one not in self._damaged]
+        if self.overwrite or not later:
+            return []
+        steps = ", ".join(map(str, later[:3])) + (" …" if len(later) > 3 else "")
+        told = f"later steps are there ({steps}): saving one of them again is refused without "
+        return [f"{told}overwrite=True"]
 
     def _meet(self, optimizer: torch.optim.Optimizer | None) -> Crew:
         """Return the ranks that act as one with this optimizer."""

@@ -4,7 +4,8 @@ A step is kept if it is one of the last ``keep_last``, or a multiple of ``keep_e
 neither, all are. Of those that are kept the last ``keep_optimizer_last`` keep their optimizer
 state, the others become weights alone. The latest is never touched.
 
-1. A removed step is renamed to a hidden name first, so that no reader meets half of it.
+1. A removed step is renamed to a hidden name first, so that no reader meets half of it; what then
+   has to be deleted is deleted in a thread, since that takes about as long as a save.
 2. A stripped one is written beside the old one, proven equal to it, and exchanged with it.
 """
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from ckpttools import api
 from ckpttools.errors import CkptError, UsageError
 from ckpttools.executor import Resources
+from ckpttools.hooks.removals import Removals
 from ckpttools.hooks.step_directory import StepDirectory, remove_tree
 from ckpttools.manifest import WEIGHT
 from ckpttools.storage.commit import Staging
@@ -64,7 +66,7 @@ class Retention:
         return [step for step in steps[: -self.keep_optimizer_last] if step != latest]
 
 
-def apply_retention(rule: Retention, directory: StepDirectory) -> list[str]:
+def apply_retention(rule: Retention, directory: StepDirectory, removals: Removals) -> list[str]:
     """Remove and strip what the rule says; return a line on each step where that failed.
 
     What fails is tried again after the next save.
@@ -76,7 +78,7 @@ def apply_retention(rule: Retention, directory: StepDirectory) -> list[str]:
     gone = rule.to_remove(directory.steps(), latest)
     for step in gone:
         try:
-            directory.remove(step)
+            removals.begin(directory.hide(step))
         except CkptError as error:
             problems.append(str(error))
     left = [step for step in directory.steps() if step not in gone]

@@ -1,20 +1,24 @@
 """How does a planned save become a step's directory? At once, or behind the training.
 
 Either way rank 0 makes a staging directory, every rank writes and syncs its own files there, and
-one rename publishes them; then ``latest`` moves, and what the rule of retention gives up goes. An
-error on any rank takes the staging directory away and leaves ``latest`` where it was.
+one rename publishes them; then ``latest`` moves, and what the rule of retention gives up loses its
+name, and is deleted behind the training. An error on any rank takes the staging directory away and
+leaves ``latest`` where it was.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from ckpttools.errors import CkptError, StorageError
 from ckpttools.hooks.background import BackgroundWrite, Job
 from ckpttools.hooks.crew import Crew
 from ckpttools.hooks.host_images import HostImages
+from ckpttools.hooks.removals import Removals
 from ckpttools.hooks.rendezvous import Rendezvous
 from ckpttools.hooks.retention import Retention, apply_retention
 from ckpttools.hooks.save_plan import SavePlan
@@ -37,6 +41,7 @@ class StepWriter:
         self.notes: list[str] = []
         self._images = HostImages()
         self._under_way: BackgroundWrite | None = None
+        self._removals = Removals()
         self._swept = False
 
     # ---- every method up to the next line is a collective call ---------------------------
@@ -90,8 +95,7 @@ class StepWriter:
                 for staging in mine:
                     for path, data in plan.finish(files).items():
                         write_new_file(staging.path / path, data)
-                    staging.publish()
-                    self.directory.set_latest(step)
+                    self.directory.publish(step, staging)
                 return True
 
             crew.together(publish)
@@ -127,7 +131,7 @@ class StepWriter:
                     rendezvous=rendezvous,
                     deadline_s=self.deadline_s,
                     staging=mine[0] if mine else None,
-                    published=lambda: self.directory.set_latest(step),
+                    publish=lambda staging: self.directory.publish(step, staging),
                     after=self._retain,
                 )
             )
@@ -160,20 +164,29 @@ class StepWriter:
             finally:
                 write.clean_up()
 
-    def published(self, step: int, crew: Crew) -> None:
-        """Take note of a step that was published by other means.
+    def publish_by(self, step: int, crew: Crew, write: Callable[[], None]) -> None:
+        """Let ``write``, a collective call, write and publish a step's directory.
 
         Raises:
-            StorageError: ``latest`` can't be moved; raised on every rank.
+            CkptError: it could not, or ``latest`` can't be moved; raised on every rank.
         """
+        with ExitStack() as mine:
 
-        def work() -> bool:
-            if crew.rank == 0:
-                self.directory.set_latest(step)
-                self._retain()
-            return True
+            def announce() -> bool:
+                if crew.rank == 0:
+                    self.close()
+                    mine.enter_context(self.directory.announced(step))
+                return True
 
-        crew.together(work)
+            def move() -> bool:
+                mine.close()
+                return True
+
+            crew.together(announce)
+            write()
+            crew.together(move)
+        if crew.rank == 0:
+            self._retain()
 
     # ---- the rest is this rank's own -----------------------------------------------------
 
@@ -192,10 +205,15 @@ class StepWriter:
         if self._under_way is not None:
             self._under_way.join()
 
+    def close(self) -> None:
+        """Wait until what lost its name is deleted."""
+        self.notes += self._removals.wait()
+
     def _enter(self, step: int, crew: Crew, mine: list[Staging], *, overwrite: bool) -> str:
         """Make the staging directory on rank 0."""
         if crew.rank != 0:
             return ""
+        self.close()  # the disk may not have room for one more
         job = secrets.token_hex(16)
         staging = Staging(self.directory.path(step), job=job, overwrite=overwrite).__enter__()
         mine.append(staging)
@@ -203,7 +221,7 @@ class StepWriter:
 
     def _retain(self) -> None:
         try:
-            self.notes += apply_retention(self.retention, self.directory)
+            self.notes += apply_retention(self.retention, self.directory, self._removals)
         except CkptError as error:
             self.notes.append(str(error))
 

@@ -16,6 +16,7 @@ from ckpttools import api
 from ckpttools.errors import FormatError, MismatchError, OptimizerError, StorageError, UsageError
 from ckpttools.hooks import manager as manager_module
 from ckpttools.hooks.manager import CheckpointManager
+from ckpttools.hooks.restore import Restored
 from ckpttools.hooks.step_directory import StepDirectory, step_name
 from ckpttools.manifest import WEIGHT
 from ckpttools.optimizer import DistributedOptimizer, OptimizerConfig
@@ -35,8 +36,12 @@ def saved(directory: Path, *steps: int, **settings: Any) -> Run:
 def restored(directory: Path, **options: Any) -> tuple[Run, Any]:
     run = Run()
     with run.manager(directory) as manager:
-        found = manager.restore(run.model, run.optimizer, run.scheduler, **options)
+        found = restore(manager, run, **options)
     return run, found
+
+
+def restore(manager: CheckpointManager, run: Run, **options: Any) -> Restored:
+    return manager.restore(run.model, run.optimizer, run.scheduler, **options)
 
 
 def names(directory: Path) -> list[str]:
@@ -157,10 +162,10 @@ def test_a_step_that_can_not_be_removed_is_told_and_tried_again(
         manager.save(1, run.model, run.optimizer)
         with monkeypatch.context() as patch:
 
-            def refuse(self: StepDirectory, step: int) -> None:
+            def refuse(self: StepDirectory, step: int) -> Path:
                 raise StorageError(f"{self.path(step)}: can't remove it: no")
 
-            patch.setattr(StepDirectory, "remove", refuse)
+            patch.setattr(StepDirectory, "hide", refuse)
             manager.save(2, run.model, run.optimizer)
         assert "step-0000000001: can't remove it" in manager.notes[0]
         assert manager.all_steps() == [1, 2]
@@ -188,13 +193,15 @@ def test_latest_is_what_the_sealed_file_names_and_else_the_newest(tmp_path: Path
     assert directory.latest() is None
     assert directory.steps() == []
     saved(tmp_path / "run", 1, 2, 3)
-    directory.set_latest(2)
+    with directory.announced(2):
+        pass
     assert directory.latest() == 2
     assert directory.newest_first() == [2, 1, 3]
     data = (tmp_path / "run" / "latest").read_bytes()
     (tmp_path / "run" / "latest").write_bytes(data.replace(b'"step": 2', b'"step": 1'))
     assert directory.latest() == 3  # its seal is broken
-    directory.set_latest(7)
+    with directory.announced(7):
+        pass
     assert directory.latest() == 3  # what it names is not there
 
 
@@ -209,6 +216,18 @@ def test_what_killed_saves_left_is_swept_and_the_rest_stays(tmp_path: Path) -> N
     saved(tmp_path, 1)
     kept = [".step-0000000009.other", "latest", "notes", "step-0000000001"]
     assert names(tmp_path) == [*kept, "step-0000000009.partial"]
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_is_told_of_those_in_its_way(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 1, 2, 3)
+    told = "later steps are there (2, 3)"
+    assert any(told in note for note in restored(tmp_path, step=1)[1].notes)
+    assert not any("later" in note for note in restored(tmp_path)[1].notes)
+    run = Run(overwrite=True)
+    with run.manager(tmp_path) as manager:
+        assert not any("later" in note for note in restore(manager, run, step=1).notes)
 
 
 # ---- restoring -------------------------------------------------------------------------------
