@@ -31,7 +31,7 @@ from ckpttools.hooks.pending_gradients import has_pending_gradients
 from ckpttools.hooks.preemption import Preemption
 from ckpttools.hooks.restore import Restored
 from ckpttools.hooks.retention import Retention
-from ckpttools.hooks.save_forms import FORMS, GATHERED, SHARDED, gather_save, plan_save
+from ckpttools.hooks.save_forms import FORMS, SHARDED, WHOLE, gather_save, plan_save
 from ckpttools.hooks.step_directory import StepDirectory
 from ckpttools.hooks.step_reader import StepReader, check_allow
 from ckpttools.hooks.step_writer import StepWriter
@@ -79,7 +79,7 @@ class CheckpointManager:
         self.directory = StepDirectory(directory)
         self.every_steps = every_steps
         self.every_seconds = every_seconds
-        self.asynchronous = asynchronous and format != GATHERED
+        self.asynchronous = asynchronous and format not in WHOLE
         self.format = format
         self.overwrite = overwrite
         self.preempted = False
@@ -164,12 +164,14 @@ class CheckpointManager:
         state = TrainingState(scheduler, scaler, dataloader, rng=rng, extra=extra)
         objects = state.objects(crew, pending=lambda: has_pending_gradients(optimizer))
         overwrite = self.overwrite or step in self._damaged
-        if self.format == GATHERED:
+        if self.format in WHOLE:
             self._writer.publish_by(
                 step,
                 crew,
                 lambda: gather_save(
+                    self.format,
                     self.directory.path(step),
+                    model,
                     optimizer,
                     iteration=step,
                     carry=self._carry,

@@ -1,8 +1,9 @@
 """Which form does a save have, and who plans and reads it? By the optimizer, and by name.
 
 ``sharded`` is one file a rank: the native form for our optimizers, the general one for any other
-of torch's. ``dcp`` is the container of torch's distributed checkpoints. ``gathered`` is no plan:
-whole tensors are streamed to data-parallel rank zero, which takes all ranks' part.
+of torch's. ``dcp`` is the container of torch's distributed checkpoints. ``gathered`` (safetensors)
+and ``gathered-zarr`` (zarr v3) are no plans: whole tensors come to be while all ranks take part,
+streamed to data-parallel rank zero, or, with optimizers of torch, through the disk.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from ckpttools.errors import UsageError
 from ckpttools.hooks.gathered import save_gathered
+from ckpttools.hooks.gathered_general import gather_general
 from ckpttools.hooks.general import load_general, plan_general
 from ckpttools.hooks.restore import Restored, load_sharded
 from ckpttools.hooks.save_plan import SavePlan, plan_native
@@ -24,8 +26,11 @@ from ckpttools.optimizer import ShardedOptimizer
 
 SHARDED = "sharded"
 GATHERED = "gathered"
+GATHERED_ZARR = "gathered-zarr"
 DCP = "dcp"
-FORMS = (SHARDED, GATHERED, DCP)
+FORMS = (SHARDED, GATHERED, GATHERED_ZARR, DCP)
+WHOLE = {GATHERED: "safetensors", GATHERED_ZARR: "zarr"}
+"""The forms of whole tensors, and their formats."""
 
 
 def plan_save(
@@ -71,7 +76,9 @@ def load_any(
 
 
 def gather_save(
+    form: str,
     path: Path,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
     iteration: int,
@@ -79,20 +86,32 @@ def gather_save(
     extra: Mapping[str, object],
     overwrite: bool,
 ) -> None:
-    """Save whole tensors, streamed to data-parallel rank zero; a collective call.
+    """Save whole tensors; a collective call.
 
     Raises:
-        UsageError: the optimizer isn't one of ours.
         CkptError: any rank could not write; raised on every rank, and nothing was published.
     """
-    if not isinstance(optimizer, ShardedOptimizer):
-        raise UsageError(
-            f"format: must be {SHARDED} for {type(optimizer).__name__}, got {GATHERED}",
-            hint="gather the checkpoint later, with `ckpttools gather`",
+    if isinstance(optimizer, ShardedOptimizer):
+        save_gathered(
+            path,
+            optimizer,
+            to=WHOLE[form],
+            iteration=iteration,
+            carry=carry,
+            extra=extra,
+            overwrite=overwrite,
         )
-    save_gathered(
-        path, optimizer, iteration=iteration, carry=carry, extra=extra, overwrite=overwrite
-    )
+    else:
+        gather_general(
+            path,
+            model,
+            optimizer,
+            to=WHOLE[form],
+            iteration=iteration,
+            carry=carry,
+            extra=extra,
+            overwrite=overwrite,
+        )
 
 
 def _plan_dcp() -> Callable[..., Any]:
@@ -104,6 +123,6 @@ def _plan_dcp() -> Callable[..., Any]:
     try:
         module = importlib.import_module("ckpttools.hooks.dcp")
     except ImportError as error:
-        raise UsageError(f"format: must be {SHARDED} or {GATHERED}, got {DCP}: {error}") from error
+        raise UsageError(f"format: must be another, got {DCP}: {error}") from error
     plan: Callable[..., Any] = module.plan_dcp
     return plan

@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 
 _STEP = re.compile(r"step-(\d{10,})")
 _LEFTOVER = re.compile(
-    r"\.step-\d{10,}\.(partial|ranks|removed|weights)-([0-9a-f]{12})(\.journal)?"
+    r"\.step-\d{10,}\.(partial|ranks|chunks|removed|weights)-([0-9a-f]{12})(\.journal)?"
 )
 _TEMPORARY = re.compile(r"\.latest-[0-9a-f]{12}")
 _MAX_LATEST_BYTES = 4096

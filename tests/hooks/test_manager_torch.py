@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zarr
 from gloo_ranks import run_ranks
+from safetensors.numpy import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training_runs import give_gradients, model_of
 
-from ckpttools.errors import UsageError
+from ckpttools import api
+from ckpttools.errors import StorageError
+from ckpttools.hooks import gathered_general
 from ckpttools.hooks.manager import CheckpointManager
+from ckpttools.optimizer import RemoteError
 from ckpttools.testing import assert_resume_exact
 
 KINDS = {
@@ -108,10 +115,80 @@ def test_state_whose_storage_was_replaced_between_two_saves_is_saved_as_it_is_no
     assert all(map(torch.equal, found, moments))
 
 
-def test_whole_tensors_of_torchs_optimizers_are_gathered_later_not_here(tmp_path: Path) -> None:
+def save_whole(folder: str) -> dict[str, Any]:
+    """Save an FSDP2 model as whole tensors in both forms; return what it held."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = model_of().requires_grad_()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for form in ("gathered", "gathered-zarr"):
+        with CheckpointManager(
+            Path(folder) / form, format=form, keep_last=1, preemption_signals=()
+        ) as manager:
+            for step in (1, 2):
+                manager.save(step, model, optimizer, extra={"step": step}, rng=False)
+    held = {name: param.full_tensor() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            held[f"state.{name}.{slot}"] = optimizer.state[param][slot].full_tensor()
+    return {key: value.detach().numpy() for key, value in held.items()}
+
+
+def whole_tensors(step: Path, form: str) -> dict[str, bytes]:
+    """Read a consolidated directory with the libraries of its formats."""
+    if form == "gathered":
+        files = (load_file(path) for path in step.glob("*.safetensors"))
+        return {key: value.tobytes() for file in files for key, value in file.items()}
+    root = zarr.open_group(step, mode="r")
+    found = {}
+    for name, node in root["model"].arrays():
+        found[name] = node[...].tobytes()
+    for name, group in root["optimizer"].groups():
+        for slot, node in group.arrays():
+            found[f"state.{name}.{slot}"] = node[...].tobytes()
+    return found
+
+
+def test_an_fsdp2_model_is_saved_as_whole_tensors_and_goes_on_under_none(tmp_path: Path) -> None:
+    held = run_ranks(save_whole, 3, str(tmp_path))[0]
+    for form in ("gathered", "gathered-zarr"):
+        step = tmp_path / form / "step-0000000002"
+        assert sorted(path.name for path in (tmp_path / form).iterdir()) == ["latest", step.name]
+        assert whole_tensors(step, form) == {key: one.tobytes() for key, one in held.items()}
+        assert api.verify(step).damage == ()
+        run = TorchRun("AdamW", asynchronous=False)
+        run.inner.requires_grad_()
+        run.optimizer = KINDS["AdamW"](run.inner.parameters())
+        with run.manager(tmp_path / form) as manager:
+            restored = manager.restore(run.inner, run.optimizer, rng=False)
+        assert restored.objects["extra"] == {"step": 2}
+        for name, param in run.inner.named_parameters():
+            assert param.detach().numpy().tobytes() == held[name].tobytes()
+            moment = run.optimizer.state[param]["exp_avg"]
+            assert moment.numpy().tobytes() == held[f"state.{name}.exp_avg"].tobytes()
+
+
+def refuse_whole(folder: str) -> list[str]:
     run = TorchRun("SGD")
+    run.train(0, 1)
+    if dist.get_rank() == 1:
+        gathered_general.write_live = _refuse  # type: ignore[attr-defined]
     with (
-        CheckpointManager(tmp_path, format="gathered", preemption_signals=()) as manager,
-        pytest.raises(UsageError, match="format: must be sharded for SGD, got gathered"),
+        pytest.raises((StorageError, RemoteError), match="no room"),
+        CheckpointManager(folder, format="gathered", preemption_signals=()) as manager,
     ):
         manager.save(1, run.model, run.optimizer)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def _refuse(root: Path, plan: object) -> None:
+    raise StorageError(f"{root}: no room for {plan}")
+
+
+def test_whole_tensors_that_one_rank_can_not_write_leave_nothing(tmp_path: Path) -> None:
+    assert run_ranks(refuse_whole, 2, str(tmp_path))[0] == []
