@@ -112,3 +112,9 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def adamw(model: nn.Module, **settings: Any) -> torch.optim.AdamW:
+    """Return AdamW over what is trained."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(params, lr=0.02, **settings)
