@@ -119,6 +119,16 @@ class DistributedOptimizer(ShardedOptimizer):
         """Accumulate gradients without reducing them, for all micro-batches but the last."""
         return self._reduction.no_sync()
 
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether this is inside :meth:`no_sync`, in the middle of an accumulation."""
+        return not self._reduction.syncing
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether this rank has gradients that no step has used since they were last cleared."""
+        return self._reduction.unspent
+
     def start_grad_sync(self) -> None:
         """Start the reduction of every bucket that is not under way."""
         self._reduction.start()

@@ -161,6 +161,16 @@ class FusedOptimizer(ShardedOptimizer):
         """Accumulate whole gradients without reducing them: more memory, less traffic."""
         return self._reduction.no_sync()
 
+    @property
+    def in_no_sync(self) -> bool:
+        """Whether this is inside :meth:`no_sync`, in the middle of an accumulation."""
+        return not self._reduction.syncing
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether this rank has gradients that no step has used since they were last cleared."""
+        return self._reduction.unspent
+
     def grad_sync(self) -> None:
         """Wait until this rank's piece of every bucket holds the sum over the ranks.
 

@@ -82,6 +82,16 @@ class FusedReduction:
             self._syncing = before
 
     @property
+    def syncing(self) -> bool:
+        """Whether gradients are reduced as they come: false inside :meth:`no_sync`."""
+        return self._syncing
+
+    @property
+    def unspent(self) -> bool:
+        """Whether a gradient has come that no step has used."""
+        return not self.spent and any(slot.used for slot in self.slots)
+
+    @property
     def untouched(self) -> bool:
         """Whether no gradient has come since gradients were last cleared."""
         return not (

@@ -53,6 +53,16 @@ class GradReduction:
             self._syncing = before
 
     @property
+    def syncing(self) -> bool:
+        """Whether gradients are reduced as they come: false inside :meth:`no_sync`."""
+        return self._syncing
+
+    @property
+    def unspent(self) -> bool:
+        """Whether a gradient has come that no step has used."""
+        return not self.divided and any(slot.used for b in self.order for slot in b.slots)
+
+    @property
     def reduced(self) -> bool:
         """Whether every bucket's sum is there."""
         return all(bucket.phase is Phase.REDUCED for bucket in self.order)

@@ -120,6 +120,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them, for all micro-batches but the last."""
 
+    @property
+    @abstractmethod
+    def in_no_sync(self) -> bool:
+        """Whether this is inside :meth:`no_sync`, in the middle of an accumulation."""
+
+    @property
+    @abstractmethod
+    def has_pending_gradients(self) -> bool:
+        """Whether this rank has gradients that no step has used since they were last cleared.
+
+        They are in no checkpoint. A step that was skipped for non-finite gradients may leave such.
+        A gradient that the caller put at a parameter counts from the reduction on. Makes no
+        collective call.
+        """
+
     @abstractmethod
     def finish_grad_sync(self) -> None:
         """Wait until this rank's piece of every bucket holds the sum over the ranks."""

@@ -21,7 +21,8 @@ from ckpttools.errors import MismatchError, UsageError
 from ckpttools.hooks.manager import CheckpointManager
 from ckpttools.hooks.random_state import random_state, set_random_state
 from ckpttools.hooks.restore import Restored
-from ckpttools.hooks.saved_before import latest_step
+from ckpttools.hooks.saved_before import latest_step, restored_extra
+from ckpttools.hooks.supported import check_accelerator
 from ckpttools.hooks.training_state import Stateful
 
 _POSITION = "accelerate"
@@ -34,9 +35,13 @@ class AcceleratedCheckpoints:
 
     ``epoch`` is the epoch that :meth:`batches` is in or begins with, ``batch`` how many of its
     batches were given out.
+
+    Raises:
+        UnsupportedError: it trains under DeepSpeed, XLA, Megatron-LM or FSDP version 1.
     """
 
     def __init__(self, accelerator: Any, manager: CheckpointManager) -> None:
+        check_accelerator(accelerator)
         self.accelerator = accelerator
         self.manager = manager
         self.epoch = 0
@@ -82,7 +87,20 @@ class AcceleratedCheckpoints:
         extra: Mapping[str, object] | None = None,
         force: bool = False,
     ) -> bool:
-        """Save as `CheckpointManager.save` does; a collective call of all processes."""
+        """Save as `CheckpointManager.save` does; a collective call of all processes.
+
+        In the middle of an accumulation nothing is saved, for its gradients would be lost.
+
+        Raises:
+            UsageError: ``force`` in the middle of an accumulation.
+        """
+        if not self.accelerator.sync_gradients:
+            if force:
+                raise UsageError(
+                    "save: must follow a step, got force=True in the middle of an accumulation",
+                    hint="ask accelerator.sync_gradients",
+                )
+            return False
         told: dict[str, object] = {
             _POSITION: {"epoch": self.epoch, "batch": self.batch},
             _OBJECTS: [one.state_dict() for one in self._registered()],
@@ -134,12 +152,9 @@ class AcceleratedCheckpoints:
             strict=strict,
             allow=allow,
         )
-        told: Any = restored.objects.get("extra")
-        if not isinstance(told, Mapping) or _POSITION not in told:
-            raise MismatchError(
-                f"{restored.path}: extra: must be that of AcceleratedCheckpoints, got none",
-                hint="restore with the manager",
-            )
+        told = restored_extra(
+            restored, _POSITION, "that of AcceleratedCheckpoints", hint="restore with the manager"
+        )
         registered, states = self._registered(), told[_OBJECTS]
         if len(registered) != len(states):
             raise MismatchError(

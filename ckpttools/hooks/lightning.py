@@ -19,9 +19,12 @@ from torch import nn
 from ckpttools.errors import MismatchError, UsageError
 from ckpttools.hooks.manager import CheckpointManager
 from ckpttools.hooks.optional_base import based
+from ckpttools.hooks.plain_state import from_plain, to_plain
 from ckpttools.hooks.random_state import random_state, set_random_state
+from ckpttools.hooks.ranks import Ranks
 from ckpttools.hooks.restore import Restored
-from ckpttools.hooks.saved_before import latest_step
+from ckpttools.hooks.saved_before import latest_step, restored_extra
+from ckpttools.hooks.supported import check_savable, check_strategy
 
 _LOOP = "fit_loop"
 _CALLBACKS = "callbacks"
@@ -40,11 +43,11 @@ def _checkpoint_callback() -> type:
 class ShardedCheckpoint:
     """A callback for ``lightning.pytorch.Trainer`` that saves and restores with a manager.
 
-    For the strategies of one device and DDP, with one optimizer. Steps are the Trainer's
-    ``global_step``. The loader of the training data should be a `ResumableLoader`, or another with
-    ``state_dict``: Lightning itself can't go on in the middle of an epoch with others. With
-    ``restore=False`` nothing is restored. After a signal of the manager it is saved, and the
-    Trainer stops.
+    For the strategies of one device, DDP and ``ModelParallelStrategy`` (`fully_shard`, FSDP2), with
+    one optimizer. Steps are the Trainer's ``global_step``. The loader of the training data should
+    be a `ResumableLoader`, or another with ``state_dict``: Lightning itself can't go on in the
+    middle of an epoch with others. With ``restore=False`` nothing is restored. After a signal of
+    the manager it is saved, and the Trainer stops.
 
     ``restored`` tells what was restored. The manager is the caller's to close; when fitting ends,
     what was saved is durable.
@@ -71,7 +74,14 @@ class ShardedCheckpoint:
     # ---- what the Trainer calls ----------------------------------------------------------
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Restore the latest step, once the strategy has made optimizers and schedulers."""
+        """Restore the latest step, once the strategy has made optimizers and schedulers.
+
+        Raises:
+            CkptError: this run can't be saved, or what is saved doesn't fit it.
+        """
+        check_strategy(trainer.strategy)
+        check_savable(pl_module, _optimizer(trainer))
+        self._after_batch = None
         if self._wants_restore and latest_step(self.manager) is not None:
             self._restore(trainer, pl_module)
         self._last_step = trainer.global_step
@@ -106,6 +116,7 @@ class ShardedCheckpoint:
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         """Wait until what was saved is durable."""
         del trainer, pl_module
+        self._after_batch = None
         self.manager.wait()
 
     # ---- within --------------------------------------------------------------------------
@@ -127,12 +138,12 @@ class ShardedCheckpoint:
         self.restored = self.manager.restore(
             module, optimizer, _Schedulers(trainer), _scaler(trainer)
         )
-        extra = self.restored.objects.get("extra")
-        if not isinstance(extra, dict) or _LOOP not in extra:
-            raise MismatchError(
-                f"{self.restored.path}: extra: must be the progress of Lightning's loops, got none",
-                hint="restore=False, and restore with the manager",
-            )
+        extra = restored_extra(
+            self.restored,
+            _LOOP,
+            "the progress of Lightning's loops",
+            hint="restore=False, and restore with the manager",
+        )
         for callback in trainer.callbacks:
             if callback is not self and callback.state_key in extra[_CALLBACKS]:
                 callback.load_state_dict(extra[_CALLBACKS][callback.state_key])
@@ -148,20 +159,31 @@ class ShardedCheckpoint:
 
     def _progress(self, trainer: Any, module: nn.Module) -> dict[str, object]:
         """Return what the Trainer's own checkpoints hold beside weights and optimizer."""
-        states = {
-            callback.state_key: callback.state_dict()
-            for callback in trainer.callbacks
-            if callback is not self
-        }
         of_module: dict[str, object] = {}
         hooks: Any = module
         hooks.on_save_checkpoint(of_module)
         return {
             _LOOP: trainer.fit_loop.state_dict(),
-            _CALLBACKS: {key: state for key, state in states.items() if state},
+            _CALLBACKS: self._callback_states(trainer),
             _DATA: {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
             _MODULE: of_module,
         }
+
+    def _callback_states(self, trainer: Any) -> object:
+        """Return the states of the other callbacks, those of rank 0 as Lightning's own files do.
+
+        Some differ from rank to rank (times), which would tie the step to as many ranks.
+        """
+
+        def look() -> object:
+            states = {
+                callback.state_key: callback.state_dict()
+                for callback in trainer.callbacks
+                if callback is not self
+            }
+            return to_plain({key: state for key, state in states.items() if state}, _CALLBACKS)
+
+        return from_plain(Ranks().together(look)[0], _CALLBACKS)
 
 
 class _Schedulers:

@@ -30,6 +30,10 @@ class ResumableLoader:
     are those of ``torch.utils.data.DataLoader``. A batch counts as used when it is handed out, not
     when a worker loads it ahead.
 
+    ``rank`` of ``ranks`` are those of the default process group when an iteration begins, so a
+    loader may be made before the group is; give them where fewer parts of a batch than ranks are
+    wanted (tensor parallelism).
+
     Raises:
         UsageError: the batch can't be dealt evenly, is larger than the dataset, or an option is
             one that this loader decides.
@@ -46,9 +50,7 @@ class ResumableLoader:
         ranks: int | None = None,
         **options: Any,
     ) -> None:
-        world = Ranks()
-        self.rank = world.rank if rank is None else rank
-        self.ranks = world.size if ranks is None else ranks
+        self._given = rank, ranks
         self.dataset = dataset
         self.size = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
         self.batch_size = batch_size
@@ -57,10 +59,7 @@ class ResumableLoader:
         self.epoch = 0
         self.samples = 0
         self._options = options
-        if batch_size <= 0 or batch_size % self.ranks:
-            raise UsageError(
-                f"batch_size: must be a multiple of {self.ranks} ranks, got {batch_size}"
-            )
+        self._check_dealt()
         if batch_size > self.size:
             raise UsageError(
                 f"batch_size: must be at most the dataset's {self.size} samples, got {batch_size}"
@@ -68,12 +67,33 @@ class ResumableLoader:
         if fixed := sorted(set(options) & set(_FIXED)):
             raise UsageError(f"options: must leave to this loader what it decides, got {fixed[0]}")
 
+    @property
+    def rank(self) -> int:
+        """Which part of each batch is loaded here."""
+        return Ranks().rank if self._given[0] is None else self._given[0]
+
+    @property
+    def ranks(self) -> int:
+        """In how many parts a batch is dealt."""
+        return Ranks().size if self._given[1] is None else self._given[1]
+
+    def _check_dealt(self) -> None:
+        if self.batch_size <= 0 or self.batch_size % self.ranks:
+            raise UsageError(
+                f"batch_size: must be a multiple of {self.ranks} ranks, got {self.batch_size}"
+            )
+
     def __len__(self) -> int:
         """Return the batches of a whole epoch."""
         return self.size // self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from here to the end of the epoch; the next iteration is the next."""
+        """Yield the batches from here to the end of the epoch; the next iteration is the next.
+
+        Raises:
+            UsageError: a process group was made since, among whose ranks a batch can't be dealt.
+        """
+        self._check_dealt()
         draws = torch.Generator().manual_seed(self._seed())
         batches = list(self._rest())
         loader: DataLoader[Any] = DataLoader(
@@ -99,8 +119,13 @@ class ResumableLoader:
         """Go on from a position, in the order that it was counted in.
 
         Raises:
-            MismatchError: it is one in another dataset.
+            MismatchError: it is one in another dataset, or none of this kind of loader.
         """
+        missing = sorted({"epoch", "samples", "seed", "shuffle", "size"} - set(state_dict))
+        if missing:
+            raise MismatchError(
+                f"dataloader: must be the position of a ResumableLoader, got none of {missing[0]}"
+            )
         if state_dict["size"] != self.size:
             raise MismatchError(
                 f"dataloader: the dataset must have the {state_dict['size']} samples that it had, "
@@ -121,5 +146,6 @@ class ResumableLoader:
             order: list[int] = torch.randperm(self.size, generator=draws).tolist()
         else:
             order = list(range(self.size))
+        rank, ranks = self.rank, self.ranks
         for start in range(self.samples, self.size - self.batch_size + 1, self.batch_size):
-            yield order[start : start + self.batch_size][self.rank :: self.ranks]
+            yield order[start : start + self.batch_size][rank::ranks]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ckpttools.errors import OptimizerError
-from ckpttools.optimizer import DistributedFusedAdam, DistributedOptimizer
+from ckpttools.optimizer import ShardedOptimizer
 
 
 def has_pending_gradients(optimizer: torch.optim.Optimizer | None) -> bool:
@@ -21,16 +21,11 @@ def has_pending_gradients(optimizer: torch.optim.Optimizer | None) -> bool:
     Raises:
         OptimizerError: called inside ``no_sync()``.
     """
-    if isinstance(optimizer, DistributedOptimizer):
-        syncing, spent = optimizer._reduction._syncing, optimizer._reduction.divided
-    elif isinstance(optimizer, DistributedFusedAdam):
-        syncing, spent = optimizer._reduction._syncing, optimizer._reduction.spent
-    else:
+    if not isinstance(optimizer, ShardedOptimizer):
         return False
-    if not syncing:
+    if optimizer.in_no_sync:
         raise OptimizerError(
             "save: must be called outside no_sync(), got a call inside",
             hint="save after step(): the gradients of a step that isn't finished can't be saved",
         )
-    slots = (slot for buffer in optimizer.buffers for slot in buffer.slots)
-    return not spent and any(slot.used for slot in slots)
+    return optimizer.has_pending_gradients

@@ -1,11 +1,12 @@
 """How does a run go on from its last sound step? Everything of it is taken over, or nothing.
 
-1. Rank 0 names the steps, the latest first; all ranks together compare the sums of a step's bytes.
-   Rank 0 also reads what is neither weights nor optimizer.
+1. All ranks together compare the sums of a step's bytes. Rank 0 also reads what is neither weights
+   nor optimizer.
 2. Every rank checks that what it asks for is there and what is there is asked for.
 3. Schedulers and the like are loaded, then tensors; an error on any rank puts the former back, and
    the latter are not taken over. Random generators are set last.
-4. A step that is damaged is passed over, and told; one that doesn't fit this run is not.
+4. A step that is damaged is passed over, and told (`ckpttools.hooks.newest_sound`); one that
+   doesn't fit this run is not.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 
 from ckpttools import api
-from ckpttools.errors import EvidenceError, FormatError, PlanError, StorageError, UsageError
+from ckpttools.errors import StorageError, UsageError
 from ckpttools.hooks.crew import Crew
+from ckpttools.hooks.newest_sound import newest_sound
 from ckpttools.hooks.restore import Restored
 from ckpttools.hooks.save_forms import load_any
 from ckpttools.hooks.step_check import check_share
@@ -32,10 +34,7 @@ from ckpttools.hooks.training_state import (
     TrainingState,
     find_states,
 )
-from ckpttools.optimizer import RemoteError, ShardedOptimizer
-
-DAMAGE = (FormatError, StorageError, EvidenceError, PlanError)
-"""Errors that say something of the files, and nothing of the run that reads them."""
+from ckpttools.optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,34 +70,14 @@ class StepReader:
             StorageError: there is none.
             CkptError: it doesn't fit this run; raised on every rank, and nothing was changed.
         """
-        root = self.directory.root
-        steps = self.crew.together(lambda: [step] if step is not None else self._steps())[0]
-        damaged: dict[int, str] = {}
-        for candidate in steps:
-            try:
-                restored = self._restore(candidate)
-            except Exception as error:
-                if step is not None or not self._is_damage(error):
-                    raise
-                damaged[candidate] = f"step {candidate}: damaged, so passed over: {error}"
-                continue
-            notes = (*restored.notes, *damaged.values())
-            return Resumed(candidate, replace(restored, notes=notes), tuple(damaged))
-        if damaged:
-            first = next(iter(damaged.values()))
-            raise StorageError(f"{root}: must hold a sound step, got {len(damaged)}: {first}")
-        raise StorageError(f"{root}: must hold a complete step, got none")
-
-    def _steps(self) -> list[int]:
-        return self.directory.newest_first() if self.crew.rank == 0 else []
-
-    def _is_damage(self, error: Exception) -> bool:
-        """Say whether the files are at fault, as any rank sees it, and no rank sees another fault.
-
-        A collective call of ranks that all have an error.
-        """
-        kind = 0 if isinstance(error, RemoteError) else 1 if isinstance(error, DAMAGE) else 2
-        return self.crew.agree([kind]) == [1]
+        if step is not None:
+            named = self.crew.together(lambda: step)[0]
+            return Resumed(named, self._restore(named), ())
+        found = newest_sound(self.directory, self.crew, self._restore)
+        if found is None:
+            raise StorageError(f"{self.directory.root}: must hold a complete step, got none")
+        notes = (*found.result.notes, *found.notes)
+        return Resumed(found.step, replace(found.result, notes=notes), tuple(found.damaged))
 
     def _restore(self, step: int) -> Restored:
         """Restore one step; a collective call."""

@@ -1,9 +1,9 @@
 """How does a run of Hugging Face's ``Trainer`` save and go on? By a callback that starts it.
 
 1. After each step a manager is asked whether to save. It is saved at the next event in which
-   nothing is left of that step: before the next step begins, or when the training ends. What was
-   logged and evaluated is then in the state, and random numbers drawn for it are drawn.
-2. :meth:`ShardedCheckpoint.train` is ``trainer.train``, from the latest step where there is one.
+   nothing is left of that step: before the next step begins, or when the training stops or ends.
+   What was logged and evaluated is then in the state, and random numbers drawn for it are drawn.
+2. :meth:`ShardedCheckpoint.train` is ``trainer.train``, from the newest sound step if there is one.
    The Trainer gets a directory with its own state alone, by which it finds its place in the data;
    weights, optimizer and scheduler are restored when the training begins.
 3. The random generators are set when the first batches are there, since to make an iterator draws
@@ -12,24 +12,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from ckpttools.errors import MismatchError, UsageError
 from ckpttools.hooks.manager import CheckpointManager
+from ckpttools.hooks.newest_sound import Sound
 from ckpttools.hooks.optional_base import based
 from ckpttools.hooks.random_state import random_state, set_random_state
 from ckpttools.hooks.ranks import Ranks
 from ckpttools.hooks.restore import Restored
-from ckpttools.hooks.saved_before import latest_step, saved_extra
+from ckpttools.hooks.saved_before import saved_extra
+from ckpttools.hooks.supported import check_accelerator, check_savable
 
 _STATE = "trainer_state"
 _BETWEEN_EPOCHS = "between_epochs"
 _STATE_FILE = "trainer_state.json"
+_SUMMARY = "train_runtime"
 _OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero")
 
 
@@ -43,9 +46,9 @@ def _trainer_callback() -> type:
 class ShardedCheckpoint:
     """A callback for ``transformers.Trainer`` that saves and restores with a manager.
 
-    For one process and DistributedDataParallel. Give the Trainer ``save_strategy="no"``: its own
-    checkpoints aren't needed, and train by :meth:`train`. After a signal of the manager it is
-    saved, and the Trainer stops.
+    For one process, DistributedDataParallel and FSDP version 2 (`fully_shard`). Give the Trainer
+    ``save_strategy="no"``: its own checkpoints aren't needed, and train by :meth:`train`. After a
+    signal of the manager it is saved, and the Trainer stops.
 
     ``restored`` tells what was restored. The manager is the caller's to close; when the training
     ends, what was saved is durable.
@@ -66,20 +69,28 @@ class ShardedCheckpoint:
         self._trainer: Any = None
         self._due: int | None = None
         self._step_to_restore: int | None = None
+        self._sound: Sound[None] | None = None
         self._resumed_random: object = None
 
     def train(self, trainer: Any, *, step: int | None = None, **options: Any) -> Any:
         """Call ``trainer.train(**options)``, going on from ``step``, or the latest if there is one.
 
+        Where the latest is damaged, the newest that isn't is taken, and ``restored.notes`` says so.
+
         Raises:
             UsageError: this isn't one of the Trainer's callbacks.
-            CkptError: what is saved doesn't fit this run; raised on every rank.
+            UnsupportedError: the Trainer keeps parameters in a way that can't be saved.
+            StorageError: there are steps, and none of them is sound.
+            CkptError: what is saved doesn't fit this run, or ``step`` is damaged; raised on every
+                rank.
         """
         if self not in trainer.callback_handler.callbacks:
             raise UsageError("trainer: must have this among its callbacks, got one without")
-        self._trainer = trainer
-        if step is None:
-            step = latest_step(self.manager)
+        check_accelerator(trainer.accelerator)
+        self._trainer, self._step_to_restore = trainer, None
+        self._sound = None if step is not None else self.manager.newest_sound()
+        if self._sound is not None:
+            step = self._sound.step
         if step is None:
             return trainer.train(**options)
         with TemporaryDirectory(prefix="ckpttools-trainer-") as folder:
@@ -88,18 +99,26 @@ class ShardedCheckpoint:
     # ---- what the Trainer calls ----------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore what the Trainer was told that it goes on from."""
+        """Restore what the Trainer was told that it goes on from.
+
+        Raises:
+            CkptError: this run can't be saved, or what is saved doesn't fit it.
+        """
         del args, state, control
+        check_savable(kwargs["model"], _inner(kwargs["optimizer"]))
         if self._step_to_restore is None:
             return
-        self.restored = self.manager.restore(
+        restored = self.manager.restore(
             kwargs["model"],
             _inner(kwargs["optimizer"]),
             kwargs["lr_scheduler"],
             self._scaler(),
             step=self._step_to_restore,
+            verify=self._sound is None,  # else its bytes were checked when it was found
         )
-        self._step_to_restore = None
+        passed_over = () if self._sound is None else self._sound.notes
+        self.restored = replace(restored, notes=(*restored.notes, *passed_over))
+        self._step_to_restore, self._sound = None, None
         extra = self.restored.objects.get("extra")
         if not (isinstance(extra, Mapping) and extra.get(_BETWEEN_EPOCHS)):
             self._resumed_random = random_state()
@@ -119,6 +138,16 @@ class ShardedCheckpoint:
             self._due = int(state.global_step)
         if self.manager.preempted:
             control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save what is due where training stops within an epoch.
+
+        What the Trainer does at the end of an epoch, logging and evaluation, comes after this. A
+        run that goes on from here does it when its epoch is over.
+        """
+        del args, control
+        if not float(state.epoch).is_integer():
+            self._save(state, kwargs, between_epochs=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save what is due, and wait until it is durable."""
@@ -147,7 +176,10 @@ class ShardedCheckpoint:
 
     def _state(self, state: Any) -> dict[str, object]:
         """Return the Trainer's state as it stands in its own checkpoints, less this process's."""
-        told = {k: v for k, v in dataclasses.asdict(state).items() if k not in _OF_THE_PROCESS}
+        told = {k: v for k, v in asdict(state).items() if k not in _OF_THE_PROCESS}
+        history = told.get("log_history")
+        if history and _SUMMARY in history[-1]:  # of a run that stops, and belongs to no step
+            history.pop()
         if self._trainer is not None:
             told["stateful_callbacks"] = _callback_states(self._trainer)
         return told

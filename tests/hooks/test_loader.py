@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+from gloo_ranks import RankFailedError, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
@@ -104,3 +109,36 @@ def test_a_batch_that_cannot_be_dealt_a_foreign_option_and_another_dataset_are_r
     (loader,), (other,) = loaders(8, 4, 1), loaders(9, 4, 1)
     with pytest.raises(MismatchError, match="dataset must have the 8 samples .* got 9"):
         other.load_state_dict(loader.state_dict())
+
+
+def made_before_the_group(store: str, batch: int) -> list[list[int]]:
+    """Make a loader as a script does, before a Trainer makes the process group."""
+    loader = ResumableLoader(Numbers(9), batch, shuffle=False)
+    assert (loader.rank, loader.ranks) == (0, 1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ranks = dist.FileStore(f"{store}-ranks", 2).add("next", 1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=ranks - 1, world_size=2)
+    try:
+        found = [batch.tolist() for batch in loader]
+        every: list[list[list[int]]] = [[], []]
+        dist.all_gather_object(every, found)
+        return [sorted(both) for both in zip(*every, strict=True)]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loader_made_before_the_process_group_deals_each_batch_among_its_ranks(
+    tmp_path: Path,
+) -> None:
+    store = str(tmp_path / "store")
+    found = run_ranks(made_before_the_group, 2, store, 4, process_group=False)
+    assert found == [[[[0, 2], [1, 3]], [[4, 6], [5, 7]]]] * 2
+    with pytest.raises(RankFailedError, match="batch_size: must be a multiple of 2 ranks, got 3"):
+        run_ranks(made_before_the_group, 2, f"{store}-odd", 3, process_group=False)
+
+
+def test_a_state_of_another_kind_of_loader_is_refused() -> None:
+    loader = ResumableLoader(Numbers(8), 4)
+    with pytest.raises(MismatchError, match="position of a ResumableLoader, got none of epoch"):
+        loader.load_state_dict({"samples": 4})
+    assert loader.samples == 0

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
-from peers.trainer_runs import BATCH, data, differences, needs, network, state_of
+from peers.trainer_runs import (
+    BATCH,
+    be_launched,
+    data,
+    differences,
+    fsdp_on_cpu,
+    needs,
+    network,
+    set_aside,
+    state_of,
+    without_random,
+)
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from ckpttools.errors import MismatchError, UsageError
+from ckpttools.errors import (
+    FormatError,
+    MismatchError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
 from ckpttools.hooks.manager import CheckpointManager
+from ckpttools.hooks.step_directory import step_name
 from ckpttools.hooks.transformers import ShardedCheckpoint
 
 pytestmark = needs("transformers")
@@ -58,6 +79,20 @@ def stopper(stop: int, *, dies: bool, signals: bool) -> Any:
     return Stopper()
 
 
+def looker(seen: list[dict[str, Tensor]]) -> Any:
+    """Return a callback that notes the state which a run begins with."""
+    from transformers import TrainerCallback
+
+    class Looker(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            del args, control
+            rates = kwargs["lr_scheduler"].get_last_lr()
+            optimizer = kwargs["optimizer"].optimizer
+            seen.append(state_of(kwargs["model"], optimizer, rates, state.global_step))
+
+    return Looker()
+
+
 def run(
     folder: str,
     *,
@@ -67,6 +102,9 @@ def run(
     signals: bool = False,
     train: bool = True,
     step: int | None = None,
+    overwrite: bool = False,
+    others: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[dict[str, Tensor], Any]:
     """Train to the end or to step ``stop``, going on from what is in the folder."""
     from transformers import Trainer, TrainingArguments
@@ -74,23 +112,26 @@ def run(
     model = Network()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     arguments = TrainingArguments(
-        output_dir=f"{folder}-own",
-        save_strategy="no",
-        per_device_train_batch_size=BATCH // ranks,
-        num_train_epochs=EPOCHS,
-        gradient_accumulation_steps=accumulate,
-        learning_rate=0.01,
-        logging_steps=2,
-        eval_strategy="steps",
-        eval_steps=3,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=9,
+        **{
+            "output_dir": f"{folder}-own",
+            "save_strategy": "no",
+            "per_device_train_batch_size": BATCH // ranks,
+            "num_train_epochs": EPOCHS,
+            "gradient_accumulation_steps": accumulate,
+            "learning_rate": 0.01,
+            "logging_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "seed": 9,
+            **options,
+        }
     )
     samples = [{"x": x, "labels": y} for x, y in data()]
     with CheckpointManager(
-        folder, every_steps=1, overwrite=True, preemption_signals=(10,) if signals else ()
+        folder, every_steps=1, overwrite=overwrite, preemption_signals=(10,) if signals else ()
     ) as manager:
         callback = ShardedCheckpoint(manager)
         trainer = Trainer(
@@ -98,7 +139,11 @@ def run(
             args=arguments,
             train_dataset=samples,
             eval_dataset=samples,
-            callbacks=[*([callback] if train else []), stopper(stop, dies=dies, signals=signals)],
+            callbacks=[
+                *([callback] if train else []),
+                *others,
+                stopper(stop, dies=dies, signals=signals),
+            ],
         )
         callback.train(trainer, step=step)
     rates = trainer.lr_scheduler.get_last_lr()
@@ -129,17 +174,78 @@ def test_a_run_goes_on_from_any_step_to_the_bits_of_one_that_never_stopped(
 
 def test_an_earlier_step_may_be_named(tmp_path: Path) -> None:
     through, _ = run(str(tmp_path / "run"))
-    again, (_, callback) = run(str(tmp_path / "run"), step=4, stop=-1)
+    again, (_, callback) = run(str(tmp_path / "run"), step=4, overwrite=True)
     assert callback.restored.objects["iteration"] == 4
     assert differences(again, through) == []
 
 
-def test_a_signal_saves_the_step_and_stops_the_trainer(tmp_path: Path) -> None:
-    through, _ = run(str(tmp_path / "through"))
-    stopped, (_, callback) = run(str(tmp_path / "run"), stop=7, signals=True)
-    assert callback.manager.latest() == stopped["step"] == 7
+# At the end of an epoch, and where it stops within one, the Trainer evaluates with "epoch".
+@pytest.mark.parametrize("evaluate", ["steps", "epoch"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_signal_saves_the_step_and_stops_the_trainer(
+    accumulate: int, evaluate: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"accumulate": accumulate, "eval_strategy": evaluate}
+    through, (straight, _) = run(str(tmp_path / "through"), **options)
+    for step in (3, 7) if accumulate == 1 else (3, 5):
+        place = str(tmp_path / str(step))
+        stopped, (_, callback) = run(place, stop=step, signals=True, **options)
+        assert callback.manager.latest() == stopped["step"] == step
+        ended, (trainer, _) = run(place, **options)
+        assert differences(ended, through) == [], step
+        told = [[entry["step"] for entry in one.state.log_history] for one in (trainer, straight)]
+        assert told[0] == told[1], step
+
+
+def test_a_run_that_has_ended_does_nothing_more(tmp_path: Path) -> None:
     ended, _ = run(str(tmp_path / "run"))
+    again, (_, callback) = run(str(tmp_path / "run"))
+    assert differences(again, ended) == []
+    assert callback.manager.all_steps() == list(range(1, 19))
+
+
+# ---- damage ----------------------------------------------------------------------------------
+
+
+def damage(folder: str, step: int, rank: int = 0) -> None:
+    """Change the last byte that a rank has written."""
+    place = Path(folder) / step_name(step) / f"rank-{rank:05d}.safetensors"
+    stored = bytearray(place.read_bytes())
+    stored[-1] ^= 1
+    place.write_bytes(stored)
+
+
+def test_damaged_steps_are_passed_over_and_told_and_the_trainer_s_state_is_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    through, (straight, _) = run(str(tmp_path / "through"))
+    place = str(tmp_path / "run")
+    run(place, stop=8)
+    damage(place, 8)
+    damage(place, 7)
+    ended, (trainer, callback) = run(place)
+    assert callback.restored.objects["iteration"] == 6
+    told = [note for note in callback.restored.notes if "damaged, so passed over" in note]
+    assert [note.split(":")[0] for note in told] == ["step 8", "step 7"]
+    assert all("CRC-32 must be" in note for note in told)
     assert differences(ended, through) == []
+    steps = [[entry["step"] for entry in one.state.log_history] for one in (trainer, straight)]
+    assert steps[0] == steps[1]
+    assert callback.manager.all_steps() == list(range(1, 19))  # 7 and 8 were saved again
+
+
+def test_a_damaged_step_that_is_named_and_damage_of_all_steps_are_errors(tmp_path: Path) -> None:
+    place = str(tmp_path / "run")
+    run(place, stop=2)
+    damage(place, 2)
+    with pytest.raises(FormatError, match="step-0000000002.*CRC-32 must be"):
+        run(place, step=2)
+    damage(place, 1)
+    with pytest.raises(StorageError, match="must hold a sound step, got 2: step 2: damaged"):
+        run(place)
+
+
+# ---- ranks -----------------------------------------------------------------------------------
 
 
 def test_a_trainer_without_the_callback_and_a_step_of_another_kind_are_refused(
@@ -154,19 +260,66 @@ def test_a_trainer_without_the_callback_and_a_step_of_another_kind_are_refused(
         run(str(tmp_path / "run"))
 
 
-def on_ranks(folder: str) -> list[list[str]]:
+def on_ranks(folder: str, sharded: bool) -> list[Any]:
+    """Return what ends elsewhere than the run that never stopped, and the state at step 7."""
     warnings.simplefilter("ignore")
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    through, _ = run(f"{folder}/through")
-    found = []
-    for step in (2, 6):
-        run(f"{folder}/{step}", stop=step)
-        ended, _ = run(f"{folder}/{step}")
-        found.append(differences(ended, through))
-    return found
+    be_launched()
+    options: dict[str, Any] = {}
+    if sharded:
+        wrap = {"version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 20}
+        options = {"fsdp": True, "fsdp_config": wrap}
+    with fsdp_on_cpu():
+        through, (trainer, _) = run(f"{folder}/through", **options)
+        assert isinstance(trainer.model, FSDPModule) == sharded
+        found: list[Any] = []
+        for step, damaged in ((2, False), (6, False), (7, False), (8, True)):
+            place = f"{folder}/{step}"
+            stopped, _ = run(place, stop=step, **options)
+            set_aside(place)
+            if damaged and dist.get_rank() == 0:
+                damage(place, step, rank=1)
+            ended, (_, callback) = run(place, **options)
+            assert callback.restored.objects["iteration"] == step - damaged
+            found.append(differences(ended, through))
+    return [*found, stopped]
 
 
-def test_two_ranks_under_ddp_go_on_to_the_same_bits(tmp_path: Path) -> None:
-    assert run_ranks(on_ranks, 2, str(tmp_path), timeout_s=240) == [[[], []]] * 2
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_go_on_to_the_same_bits_and_one_takes_over(sharded: bool, tmp_path: Path) -> None:
+    found = run_ranks(on_ranks, 2, str(tmp_path), sharded, timeout_s=240)
+    assert [odd for *odd, _ in found] == [[[]] * 4] * 2
+    stopped = found[0][-1]
+    place = str(tmp_path / "8-aside")
+    seen: list[dict[str, Tensor]] = []
+    ended, (_, callback) = run(place, others=[looker(seen)])
+    assert callback.restored.objects["iteration"] == 8
+    assert differences(without_random(seen[0]), without_random(stopped)) == []
+    assert ended["step"] == 18
+
+
+def test_what_can_not_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = Network()
+    model.net.register_module("odd", WithExtraState())
+    arguments = TrainingArguments(output_dir=str(tmp_path / "own"), report_to=[], use_cpu=True)
+    with CheckpointManager(tmp_path / "run", preemption_signals=()) as manager:
+        callback = ShardedCheckpoint(manager)
+        samples = [{"x": x, "labels": y} for x, y in data()]
+        trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])
+        with pytest.raises(UnsupportedError, match="_extra_state: must be empty"):
+            callback.train(trainer)
+        trainer.accelerator = SimpleNamespace(distributed_type="DEEPSPEED")
+        with pytest.raises(UnsupportedError, match="accelerator: must train .*, got DEEPSPEED"):
+            callback.train(trainer)
+    assert trainer.state.global_step == 0
+
+
+class WithExtraState(nn.Identity):
+    """A module with state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        del state
