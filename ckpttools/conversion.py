@@ -76,7 +76,8 @@ def lay_out(
         *findings.view_notes(source, plan.src, resources),
         *findings.padding_notes(plan, resources),
     )
-    return replace(draft, notes=notes), plan
+    finish = digests.compared(draft.finish, digests.stated(source, plan), source.root)
+    return replace(draft, notes=notes, finish=finish), plan
 
 
 def plan_of(source: Manifest, draft: Draft) -> Plan:
@@ -228,12 +229,15 @@ def prove(
     line = f"read back: {result.compared} tensors, {size}, equal the source bit for bit"
     if changed := len(findings.changed(source.manifest, plan.src)):
         line += f", {changed} of them once rounded or widened"
+    lines = [line]
+    if draft.wants_digests and (known := digests.stated(source.manifest, plan)):
+        lines.append(f"content of {len(known)} tensors equals the digests taken when it was saved")
     rows = []
     if lost:
         verb = "has" if len(lost) == 1 else "have"
         rows.append(f"parameter groups: {', '.join(lost)} {verb} no place in it")
     rows += _not_there(source.manifest, again[0], draft)
-    return Proof((line,), tuple(rows))
+    return Proof(tuple(lines), tuple(rows))
 
 
 _TOLD = (
@@ -322,14 +326,7 @@ def not_checked(opened: Opened, *, cross_check: bool) -> list[str]:
 
 def check_stored_digests(manifest: Manifest, resources: Resources) -> list[str]:
     """Compare every tensor with the digest that the checkpoint states, if it does."""
-    stated = manifest.objects.get("digests")
-    if not isinstance(stated, dict):
-        return []
-    return [
-        f"{d.name} ({d.slot}): CRC-32C must be {stated[d.name, d.slot]:08x}, got {d.crc32c:08x}"
-        for d in digests.digest_manifest(manifest, resources)
-        if stated.get((d.name, d.slot)) != d.crc32c
-    ]
+    return digests.differences(manifest, resources) if "digests" in manifest.objects else []
 
 
 def report_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -13,18 +14,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckpttools.derived import with_nearest_even_weights
 from ckpttools.digests import (
     DigestLog,
     TensorDigest,
     checkpoint_digest,
+    compared,
     crc32c,
     digest_manifest,
+    stated,
 )
 from ckpttools.dtypes import dtype
+from ckpttools.errors import MismatchError
 from ckpttools.executor import Resources
+from ckpttools.formats import Finish, Written
 from ckpttools.layout.box import Box
 from ckpttools.layout.flat import FlatRange
 from ckpttools.manifest import WEIGHT, Chunk, Extent, File, Manifest, Part, Region, TensorSpec
+from ckpttools.plan import make_plan
 from ckpttools.testing import tilings
 from ckpttools.tiles import cut_tiles
 
@@ -177,3 +184,37 @@ def test_a_scalar_and_an_empty_tensor_have_digests() -> None:
         google_crc32c.value(b"\x01\x02"),
         google_crc32c.value(b""),
     ]
+
+
+def test_only_what_is_copied_as_it_is_is_held_against_the_digests_of_its_source() -> None:
+    kinds = {"weight": "bfloat16", "fp32_param": "float32"}
+    specs = [
+        TensorSpec(name, slot, dtype(kind), (3,))
+        for name in ("a", "b")
+        for slot, kind in kinds.items()
+    ]
+    chunks, end = [], 0
+    for i, spec in enumerate(specs):
+        extent = Extent(0, end, spec.size_bytes)
+        chunks.append(Chunk(i, Box.whole((3,)), (Part(extent, spec.dtype),)))
+        end += spec.size_bytes
+    told = {spec.key: number for number, spec in enumerate(specs)} | {("gone", WEIGHT): 9}
+    source = Manifest("test", "", (File("f", end),), tuple(specs), tuple(chunks), {"digests": told})
+    dst = Manifest("test", "d", (File("f", end),), tuple(specs), tuple(chunks))
+    assert stated(source, make_plan(source, dst)) == dict(list(told.items())[:-1])
+    rounded = with_nearest_even_weights(source)
+    masters = {key: crc for key, crc in told.items() if key[1] == "fp32_param"}
+    assert stated(source, make_plan(rounded, dst)) == masters
+    names = {"a": "b", "b": "a"}
+    swapped = replace(source, tensors=tuple(replace(s, name=names[s.name]) for s in specs))
+    assert stated(source, make_plan(swapped, dst)) == {}
+
+
+def test_a_digest_that_is_not_its_sources_stops_the_last_step() -> None:
+    done = Finish()
+    finish = compared(lambda _: done, {("w", WEIGHT): 0xABC}, "run")
+    for digests in ({}, {("w", WEIGHT): 0xABC}, {("v", WEIGHT): 1}):
+        assert finish(Written((), digests)) is done
+    text = r"run: w \(weight\): content must have the CRC-32C 00000abc that it had .* got 00000001"
+    with pytest.raises(MismatchError, match=text):
+        finish(Written((), {("w", WEIGHT): 1}))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ckpttools.errors import CkptError, StorageError
 from ckpttools.formats.native.manifest_file import StatedFile
+from ckpttools.hooks.file_content import FileContent, MemoryPool
 from ckpttools.hooks.rendezvous import Rendezvous
 from ckpttools.hooks.save_plan import SavePlan
 from ckpttools.hooks.step_directory import remove_tree
@@ -134,10 +135,15 @@ class BackgroundWrite:
 
     def _write(self) -> list[StatedFile]:
         """Write this rank's files from their images."""
-        images = zip(self.job.plan.files, self.job.images, strict=True)
+        files, images = self.job.plan.files, [host_bytes(image) for image in self.job.images]
+
+        def read(file: int, offset: int, buffer: memoryview) -> None:
+            buffer[:] = images[file][offset : offset + len(buffer)]
+
+        held, pool = self.job.plan.contents(), MemoryPool(read)
         return [
-            write_image(self.job.root, file, host_bytes(image), self._pause)
-            for file, image in images
+            write_image(self.job.root, file, image, self._pause, FileContent(i, held, pool))
+            for i, (file, image) in enumerate(zip(files, images, strict=True))
         ]
 
     def _pause(self, used_s: float) -> None:

@@ -22,8 +22,9 @@ from ckpttools.formats.dcp.write import file_name, new_chunk
 from ckpttools.formats.native.manifest_file import StatedFile
 from ckpttools.hooks.capture import STEP, Captured, capture
 from ckpttools.hooks.carried_layout import fitting_layout
-from ckpttools.hooks.dcp_files import check_written, plan_file
+from ckpttools.hooks.dcp_files import check_stated, held_in, plan_file
 from ckpttools.hooks.dcp_pieces import live_boxes, rank_boxes, sharded_specs
+from ckpttools.hooks.file_content import joined_digests
 from ckpttools.hooks.general import general_objects
 from ckpttools.hooks.joint import RankState, join, tell
 from ckpttools.hooks.ranks import Ranks
@@ -130,16 +131,26 @@ def _plan(
     tensors = {id(chunk): live[held] for chunk, held in zip(chunks, ranks[rank], strict=True)}
     items = _items(contents, specs, chunks, rank)
     files = lay_out_files({file_name(rank): items} if items else {})
+    held = {
+        id(chunk): (by_key[key], box) for chunk, (key, box) in zip(chunks, ranks[rank], strict=True)
+    }
 
     def finish(stated: Sequence[StatedFile]) -> Mapping[str, bytes]:
         draft = _whole(contents, specs, ranks)
-        sums = {one.path: one for one in stated}
+        by_path = {one.path: one for one in stated}
         for written in draft.files:
-            check_written(written, sums[written.path])
-        sidecar = sidecar_document(contents.sidecar, draft.metadata)
-        return {SIDECAR: sidecar, METADATA_FILE: draft.metadata}
+            check_stated(written, by_path[written.path])
+        told = replace(contents.sidecar, digests=joined_digests(stated, specs))
+        return {
+            SIDECAR: sidecar_document(told, draft.metadata),
+            METADATA_FILE: draft.metadata,
+        }
 
-    return SavePlan(tuple(plan_file(file, tensors) for file in files), finish)
+    return SavePlan(
+        tuple(plan_file(file, tensors) for file in files),
+        finish,
+        lambda: [one for number, file in enumerate(files) for one in held_in(number, file, held)],
+    )
 
 
 def _whole(contents: Contents, specs: Sequence[TensorSpec], ranks: Sequence[Boxes]) -> DcpDraft:

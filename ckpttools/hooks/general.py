@@ -28,11 +28,13 @@ from ckpttools.errors import system_errors
 from ckpttools.formats import ReadOptions
 from ckpttools.formats.native.chunked.document import chunk_document
 from ckpttools.formats.native.chunked.files import ChunkFile
+from ckpttools.formats.native.chunked.read import chunks_of
 from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile
 from ckpttools.formats.native.objects import carried_documents
 from ckpttools.hooks.capture import Captured, capture
 from ckpttools.hooks.carried_layout import fitting_layout
 from ckpttools.hooks.differences import Differences
+from ckpttools.hooks.file_content import Held, joined_digests
 from ckpttools.hooks.joint import Joint, RankState, join, tell
 from ckpttools.hooks.local_tensors import LocalTensor
 from ckpttools.hooks.ranks import Ranks
@@ -82,18 +84,27 @@ def plan_general(
     objects |= extra or {}
     objects["sharded_layout"] = fitting_layout(joint.tensors, carry)
     live = {(one.name, one.slot): one.local for one in captured[0].tensors}
-    files = tuple(
-        _file_plan(file, joint.tensors, live) for file in joint.files if file.rank == ranks.rank
-    )
+    mine = [file for file in joint.files if file.rank == ranks.rank]
+    files = tuple(_file_plan(file, joint.tensors, live) for file in mine)
+
+    def contents() -> Sequence[Held]:
+        chunks = chunks_of(joint.tensors, mine)
+        return [(joint.tensors[chunk.tensor], chunk) for chunk in chunks]
 
     def finish(stated: Sequence[StatedFile]) -> Mapping[str, bytes]:
         carried = carried_documents(objects)
         data = chunk_document(
-            joint.tensors, joint.files, stated, objects, carried, world_size=ranks.size
+            joint.tensors,
+            joint.files,
+            stated,
+            objects,
+            carried,
+            world_size=ranks.size,
+            digests=joined_digests(stated, joint.tensors),
         )
         return {MANIFEST_FILE: data}
 
-    return SavePlan(files, finish)
+    return SavePlan(files, finish, contents)
 
 
 @system_errors()

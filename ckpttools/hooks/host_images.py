@@ -1,6 +1,7 @@
 """What does the training thread pay for a save behind its back? One copy, into memory it has had.
 
-Each file has an image in host memory, byte for byte as it will be on disk, which is kept from save
+Each file has an image in host memory, byte for byte as it will be on disk but for what depends on
+sums of the rest, which is kept from save
 to save: pages that the system has to find and clear first cost more than the copy itself. With
 CUDA the memory is page-locked, so that the device copies into it directly.
 """
@@ -32,16 +33,17 @@ class HostImages:
     def take(self, plan: SavePlan) -> list[Tensor]:
         """Copy everything that a plan names; the values are those of this moment.
 
-        Returns the image of each file, whole, 1-D of bytes. They are this object's, and stay as
-        they are until the next call.
+        Returns the image of each file, 1-D of bytes, whole but for late items. They are this
+        object's, and stay as they are until the next call.
         """
         images = [self._image(file) for file in plan.files]
         devices: set[torch.device] = set()
         for file, image in zip(plan.files, images, strict=True):
             image[: len(file.header)] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
             for item in file.items:
-                _copy(item, image)
-                devices.add(item.tensor.device)
+                if item.late is None:
+                    _copy(item, image)
+                    devices.add(item.tensor.device)
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from ckpttools.errors import FormatError, StorageError
 from ckpttools.formats.native.manifest_file import StatedFile
+from ckpttools.storage.crcfold import Share
 from ckpttools.storage.local import read_small_file
 from ckpttools.storage.sealed_json import check_known, check_seal, parse_json, serialize
 
@@ -72,10 +73,7 @@ class Rendezvous:
 
     def done(self, files: list[StatedFile]) -> None:
         """Say that this rank's files are on disk."""
-        stated = {
-            file.path: {"header_sha256": file.header_sha256, "crc32": dict(file.crcs)}
-            for file in files
-        }
+        stated = {file.path: _document(file) for file in files}
         self._put(self._place(self.rank, "done"), {"files": stated})
 
     def failed(self, reason: str) -> None:
@@ -213,11 +211,30 @@ class Rendezvous:
         return document
 
 
+def _document(file: StatedFile) -> dict[str, object]:
+    """Return what vouches for a file as plain data."""
+    shares = None
+    if file.shares is not None:
+        shares = [[*key, one.value, one.length_bytes] for key, one in file.shares.items()]
+    return {"header_sha256": file.header_sha256, "crc32": dict(file.crcs), "shares": shares}
+
+
 def _stated(document: Mapping[str, object], place: Path) -> list[StatedFile]:
     files = document.get("files")
     if not isinstance(files, dict):
         raise FormatError(f"{place}: files must be a table, got {files!r:.60}")
     return [
-        StatedFile(path, one["header_sha256"], {key: int(c) for key, c in one["crc32"].items()})
+        StatedFile(
+            path,
+            one["header_sha256"],
+            {key: int(c) for key, c in one["crc32"].items()},
+            _shares(one["shares"]),
+        )
         for path, one in files.items()
     ]
+
+
+def _shares(rows: list[tuple[str, str, int, int]] | None) -> dict[tuple[str, str], Share] | None:
+    if rows is None:
+        return None
+    return {(name, slot): Share(value, length) for name, slot, value, length in rows}

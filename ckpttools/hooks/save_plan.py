@@ -17,12 +17,17 @@ from ckpttools.errors import LayoutError
 from ckpttools.formats.native.files import Entry, RankFile, rank_files
 from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile, manifest_document
 from ckpttools.formats.native.objects import carried_documents
+from ckpttools.formats.native.places import aliased_digests, chunks_of, tensors_of
+from ckpttools.hooks.file_content import Contents, Held, joined_digests
 from ckpttools.hooks.run_state import known_layout, run_objects
 from ckpttools.hooks.together import rank_of
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.layout.slots import WEIGHT
 from ckpttools.optimizer import ShardedOptimizer
 from ckpttools.optimizer.describe import dtype_name
+
+Late = Callable[[Mapping[str, int]], bytes]
+"""Gets the CRC-32 of each item before, by key; returns an item's bytes."""
 
 Finish = Callable[[Sequence[StatedFile]], Mapping[str, bytes]]
 """Gets what vouches for the files of all ranks; returns small files by path, written last."""
@@ -32,12 +37,14 @@ Finish = Callable[[Sequence[StatedFile]], Mapping[str, bytes]]
 class Item:
     """The bytes of one key: the elements of ``tensor`` in row-major order, from byte ``offset``.
 
-    ``tensor`` is the live one, dense; it is read when the plan is carried out.
+    ``tensor`` is the live one, dense; it is read when the plan is carried out. Where bytes depend
+    on the sums of items before, ``late`` gives them, and ``tensor`` has their number alone.
     """
 
     key: str
     offset: int
     tensor: Tensor
+    late: Late | None = None
 
     @property
     def length(self) -> int:
@@ -74,11 +81,13 @@ class FilePlan:
 class SavePlan:
     """What this rank writes; the same call on every rank gives matching plans.
 
-    ``finish`` is called on rank 0 once all ranks' files are durable.
+    ``finish`` is called on rank 0 once all ranks' files are durable; ``contents`` gives the chunks
+    that this rank's files hold, with those that are stored in parts.
     """
 
     files: tuple[FilePlan, ...]
     finish: Finish
+    contents: Contents
 
     @property
     def size_bytes(self) -> int:
@@ -113,14 +122,22 @@ def plan_native(
     layout = known_layout(described, carry)
     objects = run_objects(optimizer, iteration=iteration, scheduler=scheduler, carry=carry)
     objects.update(extra or {})
-    files = tuple(_file(file, layout, optimizer) for file in rank_files(layout, rank_of(optimizer)))
+    mine = rank_files(layout, rank_of(optimizer))
+    files = tuple(_file(file, layout, optimizer) for file in mine)
     _DESCRIBED[optimizer] = described
+
+    def contents() -> Sequence[Held]:
+        specs = tensors_of(layout, with_aliases=False)
+        chunks = chunks_of(layout, mine, specs, with_aliases=False)
+        return [(specs[chunk.tensor], chunk) for chunk in chunks]
 
     def finish(stated: Sequence[StatedFile]) -> Mapping[str, bytes]:
         carried = carried_documents(objects)
-        return {MANIFEST_FILE: manifest_document(layout, stated, objects, carried)}
+        taken = joined_digests(stated, tensors_of(layout, with_aliases=False))
+        digests = None if taken is None else aliased_digests(layout, taken)
+        return {MANIFEST_FILE: manifest_document(layout, stated, objects, carried, digests)}
 
-    return SavePlan(files, finish)
+    return SavePlan(files, finish, contents)
 
 
 def _file(file: RankFile, layout: ShardedLayout, optimizer: ShardedOptimizer) -> FilePlan:

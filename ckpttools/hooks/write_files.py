@@ -1,20 +1,22 @@
 """How do the bytes of a plan get to disk? In blocks, summed as they pass, synced at the end.
 
-The bytes come from live tensors, or from an image of the file in host memory. The disk is set to
-work on each stretch as soon as it is written, so that the sync at the end has little left to wait
-for.
+The bytes come from live tensors, which nobody may change meanwhile. The disk is set to work on each
+stretch as soon as it is written, so that the sync at the end has little left to wait for.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ckpttools.formats.native.manifest_file import StatedFile
+from ckpttools.hooks.file_content import FileContent, MemoryPool
 from ckpttools.hooks.save_plan import FilePlan, Item, SavePlan
 from ckpttools.storage.crc import crc32
 from ckpttools.storage.local import FilePool, create_file
@@ -23,9 +25,6 @@ from ckpttools.storage.sealed_json import sha256
 BLOCK_BYTES = 8 << 20
 """How much is written, and summed, at once."""
 
-Blocks = Callable[[Item], Iterator[memoryview]]
-"""Gives the bytes of an item, a block at a time."""
-
 
 def write_live(root: Path, plan: SavePlan) -> list[StatedFile]:
     """Write and sync this rank's files from the live tensors; return what vouches for them.
@@ -33,11 +32,15 @@ def write_live(root: Path, plan: SavePlan) -> list[StatedFile]:
     Raises:
         StorageError: the system refuses.
     """
-    return [write_file(root, file, _live_blocks) for file in plan.files]
+    held, pool = plan.contents(), MemoryPool(partial(_read_live, plan))
+    return [
+        write_file(root, file, FileContent(number, held, pool))
+        for number, file in enumerate(plan.files)
+    ]
 
 
-def write_file(root: Path, file: FilePlan, blocks: Blocks) -> StatedFile:
-    """Write one file: its header, then each item's bytes; sync it.
+def write_file(root: Path, file: FilePlan, content: FileContent) -> StatedFile:
+    """Write one file: its header, then each item's bytes, which ``content`` sees; sync it.
 
     Raises:
         StorageError: the system refuses.
@@ -48,15 +51,18 @@ def write_file(root: Path, file: FilePlan, blocks: Blocks) -> StatedFile:
         pool.write_at(0, 0, file.header)
         for item in file.items:
             crc, at = 0, item.offset
-            for block in blocks(item):
+            for block in _live_blocks(item) if item.late is None else [memoryview(item.late(crcs))]:
                 crc = crc32(block, crc)
+                content.add(at, block)
                 pool.write_at(0, at, block)
                 pool.start_writeback(0, at, len(block))
                 at += len(block)
             crcs[item.key] = crc
     with (root / file.path).open("rb") as written:
         os.fsync(written.fileno())
-    return StatedFile(file.path, sha256(file.header), crcs)
+    for _ in content.rest():
+        pass
+    return StatedFile(file.path, sha256(file.header), crcs, content.shares())
 
 
 def _live_blocks(item: Item) -> Iterator[memoryview]:
@@ -65,6 +71,15 @@ def _live_blocks(item: Item) -> Iterator[memoryview]:
     step = max(1, BLOCK_BYTES // flat.element_size())
     for low in range(0, flat.numel(), step):
         yield host_bytes(flat[low : low + step])
+
+
+def _read_live(plan: SavePlan, file: int, offset: int, buffer: memoryview) -> None:
+    """Fill ``buffer`` with elements of one item of a planned file, from a byte of the file on."""
+    items = plan.files[file].items
+    item = items[bisect_right(items, offset, key=lambda item: item.offset) - 1]
+    flat = item.tensor.detach().reshape(-1)
+    low, count = ((n // flat.element_size()) for n in (offset - item.offset, len(buffer)))
+    buffer[:] = host_bytes(flat[low : low + count])
 
 
 def host_bytes(flat: Tensor) -> memoryview:

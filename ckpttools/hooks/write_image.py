@@ -3,8 +3,8 @@
 Direct I/O lets the disk take the bytes from the image itself: a tenth of the processor time of a
 write through the page cache, which copies them and has the kernel copy them out again, while
 training computes. The last, broken page goes through the cache, and so does everything on a
-filesystem without direct I/O; then the writer rests after each block. Sums are taken of the image,
-which nobody changes meanwhile.
+filesystem without direct I/O; then the writer rests after each block. Sums are taken of the image
+first, since bytes of it may depend on them; nobody else changes it meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ckpttools.errors import StorageError
 from ckpttools.formats.native.manifest_file import StatedFile
+from ckpttools.hooks.file_content import FileContent
 from ckpttools.hooks.host_images import ALIGNMENT
 from ckpttools.hooks.save_plan import FilePlan
 from ckpttools.storage.crc import crc32
@@ -31,13 +32,18 @@ Pause = Callable[[float], None]
 """Called between blocks with the seconds of processor time that the last one took."""
 
 
-def write_image(root: Path, file: FilePlan, image: memoryview, pause: Pause) -> StatedFile:
+def write_image(
+    root: Path, file: FilePlan, image: memoryview, pause: Pause, content: FileContent
+) -> StatedFile:
     """Write and sync a file of which ``image`` holds every byte, aligned to pages.
+
+    What is late is put into the image first.
 
     Raises:
         StorageError: the system refuses.
         Exception: what ``pause`` raises, to break off.
     """
+    sums = _sums(file, image, pause, content)
     place = root / file.path
     create_file(place, file.size_bytes)
     try:
@@ -51,7 +57,7 @@ def write_image(root: Path, file: FilePlan, image: memoryview, pause: Pause) -> 
         raise
     except OSError as error:
         raise StorageError(f"{place}: can't write it: {error.strerror or error}") from error
-    return StatedFile(file.path, sha256(file.header), _sums(file, image, pause))
+    return StatedFile(file.path, sha256(file.header), sums, content.shares())
 
 
 def _write_direct(place: Path, image: memoryview, pause: Pause) -> int:
@@ -80,16 +86,24 @@ def _write(descriptor: int, image: memoryview, start: int, pause: Pause) -> int:
     return done
 
 
-def _sums(file: FilePlan, image: memoryview, pause: Pause) -> dict[str, int]:
-    """Return the CRC-32 of each item's bytes."""
+def _sums(file: FilePlan, image: memoryview, pause: Pause, content: FileContent) -> dict[str, int]:
+    """Return the CRC-32 of each item's bytes, and let ``content`` see them."""
     sums: dict[str, int] = {}
     for item in file.items:
         crc, stop = 0, item.offset + item.length
+        if item.late is not None:
+            image[item.offset : stop] = item.late(sums)
         for low in range(item.offset, stop, BLOCK_BYTES):
             used = time.thread_time()
-            crc = crc32(image[low : min(low + BLOCK_BYTES, stop)], crc)
+            block = image[low : min(low + BLOCK_BYTES, stop)]
+            crc = crc32(block, crc)
+            content.add(low, block)
             pause(time.thread_time() - used)
         sums[item.key] = crc
+    used = time.thread_time()
+    for _ in content.rest():
+        pause(time.thread_time() - used)
+        used = time.thread_time()
     return sums
 
 

@@ -7,6 +7,7 @@ optimizer, which must then be the ones that were saved, bit for bit.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,14 +245,30 @@ def metadata_keys(place: Path) -> set[str]:
     return set(dcp.FileSystemReader(place).read_metadata().state_dict_metadata)
 
 
-def test_a_tensor_that_changes_before_it_is_written_is_found_out(tmp_path: Path) -> None:
+def test_sums_are_of_what_is_written_and_not_of_what_was_there_when_the_plan_was_made(
+    tmp_path: Path,
+) -> None:
     model, optimizer = trained()
     plan = plan_dcp(model, optimizer)
     with torch.no_grad():
         model[0].weight[28, 12] += 1.0
-    stated = write_live(tmp_path, plan)
-    with pytest.raises(StorageError, match=r"__0_0\.distcp: tensors must stay as they are"):
-        plan.finish(stated)
+    for name, data in plan.finish(write_live(tmp_path, plan)).items():
+        (tmp_path / name).write_bytes(data)
+    assert api.verify(tmp_path).ok
+    other = blank(build())
+    load_general(tmp_path, other)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_rank_that_wrote_other_elements_than_all_have_planned_is_found_out(
+    tmp_path: Path,
+) -> None:
+    plan = plan_dcp(*trained())
+    (written,) = write_live(tmp_path, plan)
+    odd = min(key for key in written.crcs if not key.startswith("@"))
+    crcs = {key: crc for key, crc in written.crcs.items() if key != odd}
+    with pytest.raises(StorageError, match=r"__0_0\.distcp: every rank must write what all have"):
+        plan.finish([replace(written, crcs=crcs)])
 
 
 def test_what_has_no_elements_or_was_never_trained_is_loaded_as_it_was(tmp_path: Path) -> None:

@@ -177,6 +177,8 @@ class _Reader:
                 objects.setdefault("adam_w_mode", mode)
         if sidecar.layout is not None:
             objects["sharded_layout"] = sidecar.layout
+        if sidecar.digests is not None:
+            objects["digests"] = sidecar.digests
         others = dict(self.others())
         naming = self.keys.naming
         naming = replace(naming, step=step_kind)

@@ -10,6 +10,7 @@ directory again makes it void, and it is refused then.
     metadata    SHA-256 of .metadata
     ranks       how many have saved
     padding     [name, slot, rows] of vocabulary padding at the end of a tensor
+    digests     CRC-32C of each tensor's content; not there where nobody took them
     layout      what is known of how the model can be cut, or null
     objects     iteration, training state, state of each rank …
     carried     what other formats need to write the checkpoint again, by format
@@ -27,6 +28,8 @@ from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.layout.sharded_document import from_document, to_document
 from ckpttools.manifest import TensorSpec
 from ckpttools.storage.dcp_metadata import METADATA_FILE
+from ckpttools.storage.digest_table import ENTRY as DIGESTS
+from ckpttools.storage.digest_table import Digests, digest_entry, read_digests
 from ckpttools.storage.inert_decoder import decode
 from ckpttools.storage.inert_encoder import encode
 from ckpttools.storage.local import read_small_file
@@ -82,6 +85,7 @@ class Sidecar:
     objects: Mapping[str, object] = field(default_factory=dict)
     carried: Mapping[str, object] = field(default_factory=dict)
     ranks: int | None = None
+    digests: Digests | None = None
 
 
 def padding_of(specs: Sequence[TensorSpec]) -> Padding:
@@ -103,6 +107,7 @@ def sidecar_document(sidecar: Sidecar, metadata: bytes) -> bytes:
             "metadata": sha256(metadata),
             "ranks": sidecar.ranks,
             "padding": [[name, slot, rows] for (name, slot), rows in sidecar.padding.items()],
+            **digest_entry(sidecar.digests),
             "layout": None if layout is None else to_document(layout),
             "objects": {k: encode(value, where=k) for k, value in sidecar.objects.items()},
             "carried": dict(sidecar.carried),
@@ -125,8 +130,7 @@ def read_sidecar(directory: Path) -> Sidecar:
         parse_json(data, where), name=FORMAT, version=FORMAT_VERSION, where=where
     )
     check_seal(document, data, where)
-    if set(document) != _KEYS:
-        odd = sorted(set(document) ^ _KEYS)
+    if odd := sorted(set(document) - {DIGESTS} ^ _KEYS):
         raise FormatError(f"{where}: must have {', '.join(sorted(_KEYS))}, got a difference: {odd}")
     metadata = read_small_file(directory / METADATA_FILE, limit_bytes=MAX_METADATA_BYTES)
     if document["metadata"] != sha256(metadata):
@@ -148,6 +152,7 @@ def read_sidecar(directory: Path) -> Sidecar:
         {key: decode(value, where=f"{where}: {key}") for key, value in objects.items()},
         carried,
         ranks,
+        read_digests(document, where),
     )
 
 

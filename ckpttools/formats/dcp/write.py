@@ -8,7 +8,7 @@ and objects are in the first. ``.metadata`` and ``ckpttools.json`` are written l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ckpttools.formats import Draft, Finish, NewFile, Patch, Target, Written
@@ -59,6 +59,7 @@ def lay_out_directory(source: Manifest, target: Target, root: str) -> Draft:
         patches=tuple(Patch(*piece) for piece in draft.pieces()),
         seals=tuple(Extent(*storage) for storage in draft.storages()),
         finish=_finisher(draft, contents),
+        wants_digests=True,
         carried=contents.carried,
         lost=contents.lost,
         plan=(f"chunks: rows as FSDP2 cuts them for {world_size} ranks",),
@@ -135,7 +136,8 @@ def _finisher(draft: DcpDraft, contents: Contents) -> Callable[[Written], Finish
                 for _, offset, _ in item.draft.storages
             }
             patches += [Patch(i, offset, data) for offset, data in file.seal(crcs)]
-        sidecar = sidecar_document(contents.sidecar, draft.metadata)
+        told = replace(contents.sidecar, digests=written.digests)
+        sidecar = sidecar_document(told, draft.metadata)
         return Finish(
             patches=patches,
             new_files=[NewFile(SIDECAR, sidecar), NewFile(METADATA_FILE, draft.metadata)],

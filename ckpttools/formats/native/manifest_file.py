@@ -5,6 +5,7 @@
     format, format_version, kind
     layout      the ShardedLayout, from which every key and place follows
     files       path → SHA-256 of its header, CRC-32 of each key's bytes
+    digests     CRC-32C of each tensor's content; not there where nobody took them
     objects     step, parameter groups, iteration, scheduler …
     carried     what other formats need to write the checkpoint again, by format
     sha256      of all of the above
@@ -20,6 +21,9 @@ from ckpttools.errors import FormatError, LayoutError
 from ckpttools.formats.native.objects import objects_document
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.layout.sharded_document import from_document, to_document
+from ckpttools.storage.crcfold import Share
+from ckpttools.storage.digest_table import ENTRY as DIGESTS
+from ckpttools.storage.digest_table import Digests, digest_entry, read_digests
 from ckpttools.storage.sealed_json import SELF, check_known, check_seal, parse_json, serialize
 
 MANIFEST_FILE = "manifest.json"
@@ -34,11 +38,16 @@ _SHA = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class StatedFile:
-    """What vouches for a file: the SHA-256 of its header, the CRC-32 of each key's bytes."""
+    """What vouches for a file: the SHA-256 of its header, the CRC-32 of each key's bytes.
+
+    ``shares`` is what its elements add to the digest of each tensor, by name and slot; None where
+    nobody took them.
+    """
 
     path: str
     header_sha256: str
     crcs: Mapping[str, int]
+    shares: Mapping[tuple[str, str], Share] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class Document:
     files: Mapping[str, StatedFile]
     objects: Mapping[str, object]
     carried: Mapping[str, object]
+    digests: Digests | None = None
 
 
 def manifest_document(
@@ -56,12 +66,14 @@ def manifest_document(
     files: Sequence[StatedFile],
     objects: Mapping[str, object],
     carried: Mapping[str, object],
+    digests: Digests | None = None,
 ) -> bytes:
     """Return the bytes of ``manifest.json``.
 
     ``files`` are those of all ranks; ``objects`` has entries of a Manifest's objects
     (``step``, ``iteration``, ``param_groups`` as a sequence of `ParamGroup` …), ``carried`` plain
-    documents of other formats. Files are listed by path, so their order doesn't matter.
+    documents of other formats, ``digests`` that of every tensor that a reader finds, or None. Files
+    are listed by path, so their order doesn't matter.
 
     Raises:
         FormatError: an object holds something else than plain and inert data.
@@ -79,6 +91,7 @@ def manifest_document(
                 }
                 for file in sorted(files, key=lambda file: file.path)
             },
+            **digest_entry(digests),
             "objects": objects_document(objects),
             "carried": dict(carried),
         }
@@ -95,8 +108,7 @@ def parse_manifest(data: bytes, *, kind: str, where: str) -> Document:
         parse_json(data, where), name=FORMAT, version=FORMAT_VERSION, where=where
     )
     check_seal(document, data, where)
-    if set(document) != _KEYS:
-        odd = sorted(set(document) ^ _KEYS)
+    if odd := sorted(set(document) - {DIGESTS} ^ _KEYS):
         raise FormatError(f"{where}: must have {', '.join(sorted(_KEYS))}, got a difference: {odd}")
     if document["kind"] != kind:
         raise FormatError(f"{where}: kind must be {kind}, got {document['kind']!r:.40}")
@@ -113,6 +125,7 @@ def parse_manifest(data: bytes, *, kind: str, where: str) -> Document:
         },
         objects=dict(_table(document, "objects", where)),
         carried=dict(_table(document, "carried", where)),
+        digests=read_digests(document, where),
     )
 
 

@@ -32,6 +32,7 @@ from ckpttools.manifest import (
     boxes_of,
     part_bytes,
 )
+from ckpttools.storage.digest_table import Digests
 
 Key = tuple[str, str]
 
@@ -53,7 +54,28 @@ def build_manifest(
     Raises:
         LayoutError: a promise of a Manifest does not hold.
     """
-    tensors = tuple(_tensors(layout, with_aliases=with_aliases))
+    tensors = tensors_of(layout, with_aliases=with_aliases)
+    chunks = chunks_of(layout, files, tensors, with_aliases=with_aliases)
+    listed = tuple(File(file.path, file.size_bytes) for file in files)
+    return Manifest(layout.kind, root, listed, tensors, chunks, objects)
+
+
+def tensors_of(layout: ShardedLayout, *, with_aliases: bool) -> tuple[TensorSpec, ...]:
+    """Return every tensor: by parameter in module order, the weight first."""
+    return tuple(_tensors(layout, with_aliases=with_aliases))
+
+
+def chunks_of(
+    layout: ShardedLayout,
+    files: Sequence[RankFile],
+    tensors: Sequence[TensorSpec],
+    *,
+    with_aliases: bool,
+) -> tuple[Chunk, ...]:
+    """Return what lies in some files, all those of each rank that is among them.
+
+    ``tensors`` are all that :func:`tensors_of` gives.
+    """
     index = {spec.key: i for i, spec in enumerate(tensors)}
     stored = [
         Stored(number, file.rank, entry)
@@ -70,8 +92,7 @@ def build_manifest(
                 tensor = index[layout.params[param].canonical, slot]
                 replica = layout.replica_of(param, tp)
                 chunks.append(Chunk(tensor, region, places, codec, replica))
-    listed = tuple(File(file.path, file.size_bytes) for file in files)
-    return Manifest(layout.kind, root, listed, tensors, tuple(chunks), objects)
+    return tuple(chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +147,13 @@ def aliases_of(layout: ShardedLayout) -> tuple[Key, ...]:
     )
 
 
+def aliased_digests(layout: ShardedLayout, digests: Digests) -> Digests:
+    """Return digests with those of the masters that are stored as weights."""
+    masters = aliases_of(layout)
+    return {**digests, **{(name, slot): digests[name, WEIGHT] for name, slot in masters}}
+
+
 def _tensors(layout: ShardedLayout, *, with_aliases: bool) -> Iterator[TensorSpec]:
-    """Yield every tensor: by parameter in module order, the weight first."""
     for param in layout.params:
         if param.tied_to:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckpttools.errors import CkptError, FormatError, LayoutError, StorageError
@@ -19,8 +19,9 @@ from ckpttools.formats.native.objects import read_carried, read_objects
 from ckpttools.formats.native.places import build_manifest
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.layout.slots import REMAINDER_SLOT
-from ckpttools.manifest import HALF_AWAY
+from ckpttools.manifest import HALF_AWAY, TensorSpec
 from ckpttools.storage.crc import crc32
+from ckpttools.storage.digest_table import Digests
 from ckpttools.storage.local import read_small_file
 from ckpttools.storage.safetensors_header import read_header
 from ckpttools.storage.sealed_json import sha256
@@ -42,13 +43,31 @@ def read_directory(path: Path, kind: str) -> Reading:
         **_rounding(document.layout),
         **read_objects(document.objects, where=where),
         **describe_layout(document.layout),
+        **({} if document.digests is None else {"digests": document.digests}),
         "carried": read_carried(document.carried),
     }
     try:
         manifest = build_manifest(document.layout, files, str(path), objects, with_aliases=True)
     except LayoutError as error:
         raise FormatError(f"{path / MANIFEST_FILE}: {error}") from error
+    check_digests(document.digests, manifest.tensors, str(path / MANIFEST_FILE))
     return Reading((Candidate((layout_name(document.layout),), manifest),))
+
+
+def check_digests(digests: Digests | None, tensors: Sequence[TensorSpec], where: str) -> None:
+    """Check that digests are stated for all tensors, or for none.
+
+    Raises:
+        FormatError: one is missing, or one too many.
+    """
+    if digests is None:
+        return
+    if odd := sorted({spec.key for spec in tensors} ^ set(digests)):
+        name, slot = odd[0]
+        raise FormatError(
+            f"{where}: digests must be there for each tensor, got a difference: "
+            f"{name:.80} ({slot:.40})"
+        )
 
 
 def describe_layout(layout: ShardedLayout) -> dict[str, object]:

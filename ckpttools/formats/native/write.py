@@ -2,7 +2,8 @@
 
 1. The source's layout is taken to the target (:mod:`ckpttools.formats.native.target`).
 2. Every rank's files follow from the layout.
-3. Once the payload is written, ``manifest.json`` gets the CRC-32 of every key.
+3. Once the payload is written, ``manifest.json`` gets the CRC-32 of every key, and the digest of
+   every tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ckpttools.formats import Draft, Finish, NewFile, Patch, Target, Written
 from ckpttools.formats.native.files import RankFile, rank_files
 from ckpttools.formats.native.manifest_file import MANIFEST_FILE, StatedFile, manifest_document
 from ckpttools.formats.native.objects import carried_documents, kept_objects
-from ckpttools.formats.native.places import aliases_of, build_manifest
+from ckpttools.formats.native.places import aliased_digests, aliases_of, build_manifest
 from ckpttools.formats.native.read import describe_layout
 from ckpttools.formats.native.target import retarget, source_layout
 from ckpttools.layout.sharded import Kind, ShardedLayout
@@ -49,6 +50,7 @@ def lay_out_native(source: Manifest, target: Target, root: str, *, kind: Kind) -
             for entry in file.entries
         ),
         finish=_finisher(layout, files, objects, documents),
+        wants_digests=True,
         carried=carried,
         lost=lost,
         plan=(_bucket_note(layout, target, kept=layout.cuts == old.cuts),),
@@ -86,7 +88,8 @@ def _finisher(
             )
             for file in files
         ]
-        data = manifest_document(layout, stated, objects, documents)
+        digests = aliased_digests(layout, written.digests)
+        data = manifest_document(layout, stated, objects, documents, digests)
         return Finish(new_files=[NewFile(MANIFEST_FILE, data)])
 
     return finish

@@ -6,6 +6,7 @@
     world_size  how many ranks have saved
     tensors     name, slot, dtype, shape, padding_rows of each
     files       path → rank, SHA-256 of its header, and of each key: tensor, box, CRC-32
+    digests     CRC-32C of each tensor's content; not there where nobody took them
     layout      how other topologies cut the model, a ShardedLayout; null where nobody said
     objects     step, parameter groups, training state …
     carried     what other formats need to write the checkpoint again, by format
@@ -27,6 +28,8 @@ from ckpttools.layout.box import Box
 from ckpttools.layout.sharded import ShardedLayout
 from ckpttools.layout.sharded_document import from_document, to_document
 from ckpttools.manifest import TensorSpec
+from ckpttools.storage.digest_table import ENTRY as DIGESTS
+from ckpttools.storage.digest_table import Digests, digest_entry, read_digests
 from ckpttools.storage.sealed_json import SELF, check_known, check_seal, parse_json, serialize
 
 FORMAT_VERSION = 1
@@ -80,6 +83,7 @@ class ChunkDocument:
     layout: ShardedLayout | None
     objects: Mapping[str, object]
     carried: Mapping[str, object]
+    digests: Digests | None = None
 
 
 def chunk_document(
@@ -90,6 +94,7 @@ def chunk_document(
     carried: Mapping[str, object],
     *,
     world_size: int,
+    digests: Digests | None = None,
 ) -> bytes:
     """Return the bytes of ``manifest.json``; ``stated`` vouches for each of ``files``.
 
@@ -107,6 +112,7 @@ def chunk_document(
             "world_size": world_size,
             "tensors": [_tensor_document(spec) for spec in tensors],
             "files": {file.path: _file_document(file, by_path[file.path]) for file in files},
+            **digest_entry(digests),
             "layout": to_document(layout) if isinstance(layout, ShardedLayout) else None,
             "objects": objects_document(objects),
             "carried": dict(carried),
@@ -124,7 +130,7 @@ def parse_document(data: bytes, *, where: str) -> ChunkDocument:
         parse_json(data, where), name=FORMAT, version=FORMAT_VERSION, where=where
     )
     check_seal(document, data, where)
-    _check_keys(document, _KEYS, where)
+    _check_keys(document, _KEYS | (set(document) & {DIGESTS}), where)
     tensors = document["tensors"]
     if not isinstance(tensors, list):
         raise FormatError(f"{where}: tensors must be a list, got {tensors!r:.60}")
@@ -144,6 +150,7 @@ def parse_document(data: bytes, *, where: str) -> ChunkDocument:
         layout=_layout(document["layout"], where),
         objects=dict(_table(document, "objects", where)),
         carried=dict(_table(document, "carried", where)),
+        digests=read_digests(document, where),
     )
 
 

@@ -15,6 +15,7 @@ from ckpttools.formats.native.chunked.document import (
 from ckpttools.formats.native.chunked.files import ChunkFile
 from ckpttools.formats.native.manifest_file import MANIFEST_FILE, MAX_MANIFEST_BYTES
 from ckpttools.formats.native.objects import read_carried, read_objects
+from ckpttools.formats.native.read import check_digests
 from ckpttools.manifest import Chunk, Extent, File, Manifest, Part, TensorSpec
 from ckpttools.storage.crc import crc32
 from ckpttools.storage.local import read_small_file
@@ -38,8 +39,10 @@ def read_chunks(path: Path) -> Reading:
         **read_objects(document.objects, where=where),
         **describe_chunks(document.world_size),
         **({} if document.layout is None else {"sharded_layout": document.layout}),
+        **({} if document.digests is None else {"digests": document.digests}),
         "carried": read_carried(document.carried),
     }
+    check_digests(document.digests, document.tensors, str(path / MANIFEST_FILE))
     files, chunks = [], []
     for number, stated in enumerate(document.files):
         stored, size = _check_header(path, stated, document.tensors)
@@ -63,7 +66,14 @@ def chunk_manifest(
     Raises:
         LayoutError: the chunks don't hold each element of each tensor once.
     """
-    chunks = tuple(
+    chunks = chunks_of(tensors, files)
+    listed = tuple(File(file.path, file.size_bytes) for file in files)
+    return Manifest(NAME, root, listed, tuple(tensors), chunks, objects)
+
+
+def chunks_of(tensors: Sequence[TensorSpec], files: Sequence[ChunkFile]) -> tuple[Chunk, ...]:
+    """Return what lies in some files."""
+    return tuple(
         Chunk(
             one.tensor,
             one.box,
@@ -73,8 +83,6 @@ def chunk_manifest(
         for number, file in enumerate(files)
         for one in file.chunks
     )
-    listed = tuple(File(file.path, file.size_bytes) for file in files)
-    return Manifest(NAME, root, listed, tuple(tensors), chunks, objects)
 
 
 def describe_chunks(world_size: int) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Which files will hold a source as chunks, byte for byte? So many, each as long as the others.
 
 The tensors are laid end to end in their order and the line is cut in equal parts, between rows.
-Once the payload is written, ``manifest.json`` gets the CRC-32 of every key.
+Once the payload is written, ``manifest.json`` gets the CRC-32 of every key and the digest of every
+tensor.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def lay_out_chunks(source: Manifest, target: Target, root: str) -> Draft:
             for chunk in file.chunks
         ),
         finish=_finisher(specs, files, objects, documents, world_size),
+        wants_digests=True,
         carried=carried,
         lost=lost,
         plan=(f"chunks: rows dealt evenly to {world_size} ranks",),
@@ -66,7 +68,15 @@ def _finisher(
             )
             for file in files
         ]
-        data = chunk_document(specs, files, stated, objects, documents, world_size=world_size)
+        data = chunk_document(
+            specs,
+            files,
+            stated,
+            objects,
+            documents,
+            world_size=world_size,
+            digests=written.digests,
+        )
         return Finish(new_files=[NewFile(MANIFEST_FILE, data)])
 
     return finish
