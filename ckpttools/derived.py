@@ -83,6 +83,26 @@ def widened(manifest: Manifest, slots: Collection[str]) -> Manifest:
     return _with_chunks(manifest, tensors, made)
 
 
+def with_masters_of_weights(manifest: Manifest) -> Manifest:
+    """Return a view in which a float32 weight with state and no master is its own master.
+
+    That is what it is to a run that trains float32: an optimizer of torch's updates the weight
+    itself, where Megatron and Apex keep a copy of it beside.
+    """
+    index, by_tensor = manifest.index(), manifest.by_tensor()
+    trained = {spec.name for spec in manifest.tensors if spec.slot != WEIGHT}
+    tensors, made = list(manifest.tensors), list(manifest.chunks)
+    for i, spec in enumerate(manifest.tensors):
+        if spec.slot != WEIGHT or spec.name not in trained or (spec.name, MASTER) in index:
+            continue
+        if spec.dtype.name == "float32":
+            made += [replace(chunk, tensor=len(tensors)) for chunk in by_tensor[i]]
+            tensors.append(replace(spec, slot=MASTER))
+    if len(tensors) == len(manifest.tensors):
+        return manifest
+    return replace(manifest, tensors=tuple(tensors), chunks=tuple(made))
+
+
 def _with_rounded_weights(manifest: Manifest, rule: str) -> Manifest:
     index, by_tensor = manifest.index(), manifest.by_tensor()
     made: dict[int, list[Chunk]] = {}

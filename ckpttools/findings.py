@@ -15,8 +15,10 @@ from ckpttools.layout.box import Box
 from ckpttools.manifest import (
     HALF_AWAY,
     IDENTITY,
+    MASTER,
     NEAREST_EVEN,
     REMAINDER_NEAREST_EVEN,
+    WEIGHT,
     WIDEN,
     Manifest,
     Part,
@@ -39,11 +41,13 @@ _RULES = {
 def changed(source: Manifest, view: Manifest) -> dict[_Key, str]:
     """Return the codec of each tensor that a view has and the source reads in another way.
 
-    One that has another name in the view, and is read in the same way, is not among them.
+    One that has another name in the view, and is read in the same way, is not among them; nor is
+    a master that is a weight of the source as it is.
     """
     if view is source:
         return {}
     known = {(slot, way) for (_, slot), way in _ways(source).items()}
+    known |= {(MASTER, way) for slot, way in known if slot == WEIGHT}
     return {key: way[0] for key, way in _ways(view).items() if (key[1], way) not in known}
 
 

@@ -193,9 +193,8 @@ def save(directory: str, optimizer: DistributedOptimizer, step: int) -> None:
 def resume(directory: str, optimizer: DistributedOptimizer) -> int:
     """Load weights and optimizer state, and return the step they were saved after."""
     restored = load_sharded(directory, optimizer)
-    step = restored.objects["iteration"]
-    assert isinstance(step, int)
-    return step
+    assert restored.step is not None
+    return restored.step
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def train(options: argparse.Namespace) -> None:
         step = 0
         if manager.latest() is not None:
             restored = manager.restore(trained, optimizer, scheduler, dataloader=loader)
-            step = int(str(restored.objects["iteration"]))
+            step = restored.step or 0
             tell(rank, f"goes on from step {step}", *restored.notes)
         while step < options.steps:
             for inputs, targets in loader:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from ckpttools.optimizer.fused_buckets import (
     FusedBuffer,
     FusedSlot,
 )
+from ckpttools.optimizer.gradient_hooks import hook_gradient
 
 
 class FusedReduction:
@@ -66,11 +66,9 @@ class FusedReduction:
         self._rounds = 0
         self._syncing = True
         self._backward = -1  # the pass whose end is waited for
-        self._handles: list[RemovableHandle] = []
-        for slot in self.slots:
-            hook = partial(self._on_gradient, slot)
-            handle = slot.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's stubs lack it
-            self._handles.append(handle)
+        self._handles: list[RemovableHandle] = [
+            hook_gradient(slot.param, self, number) for number, slot in enumerate(self.slots)
+        ]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -141,17 +139,13 @@ class FusedReduction:
             slot.used = slot.used and not set_to_none
         self._next, self._rounds, self._in_round, self.spent = 0, 0, False, False
 
-    def remove_hooks(self) -> None:
-        """Leave the parameters alone from now on."""
-        for handle in self._handles:
-            handle.remove()
+    def on_gradient(self, number: int) -> None:
+        """Take a gradient that a backward pass has made, and send off the buckets that are full.
 
-    @property
-    def _pending(self) -> bool:
-        return any(bucket.fill is Fill.FILLING for bucket in self.order)
-
-    def _on_gradient(self, slot: FusedSlot, param: Tensor) -> None:
-        del param  # the slot has it
+        Raises:
+            OptimizerError: it can't be taken, or its parameter isn't gathered yet.
+        """
+        slot = self.slots[number]
         for fragment in slot.fragments:
             if fragment.bucket.gathering:
                 raise OptimizerError(
@@ -161,6 +155,15 @@ class FusedReduction:
                     "the forward pass, or turn overlap_param_sync off",
                 )
         self._take(slot)
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters alone from now on."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def _pending(self) -> bool:
+        return any(bucket.fill is Fill.FILLING for bucket in self.order)
 
     def _take(self, slot: FusedSlot) -> None:
         """Move a gradient to its buckets, and send those that are full now."""

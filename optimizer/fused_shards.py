@@ -71,6 +71,10 @@ class FusedPiece:
         """
         self.kept[slot].write(values.to(self.weight.device, torch.float32))
 
+    def memory(self, slot: str) -> Tensor | None:
+        """Return a slot's own memory, 1-D; None where its values are kept in another form."""
+        return self.kept[slot].in_place
+
     def stored(self) -> dict[str, Tensor]:
         """Return the state as it is kept, as views.
 

@@ -118,6 +118,13 @@ class LivePiece(Protocol):
         """Keep fp32 values, 1-D, in whatever form the slot has."""
         ...
 
+    def memory(self, slot: str) -> Tensor | None:
+        """Return the memory, 1-D, in which a slot's fp32 values are kept as they are.
+
+        None where they are kept in another form. Writing there is as good as `put`.
+        """
+        ...
+
     def stored(self) -> dict[str, Tensor]:
         """Return the state as it is kept, as views, for a state of this rank alone."""
         ...

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ckpttools.errors import OptimizerError
 from ckpttools.optimizer.buffers import Bucket, GradSlot, ParamAndGradBuffer, Phase
 from ckpttools.optimizer.collectives import Collectives
+from ckpttools.optimizer.gradient_hooks import hook_gradient
 
 
 class GradReduction:
@@ -34,14 +33,13 @@ class GradReduction:
         self.divided = False  # whether a step took the sums and divided them
         self._next = 0
         self._syncing = True
-        self._handles: list[RemovableHandle] = []
+        self._slots = [(bucket, slot) for bucket in self.order for slot in bucket.slots]
+        self._handles: list[RemovableHandle] = [
+            hook_gradient(slot.param, self, number) for number, (_, slot) in enumerate(self._slots)
+        ]
         for bucket in self.order:
             if redundant.size > 1:
                 bucket.after_reduce = lambda reduced: redundant.all_reduce(reduced.local_grads)
-            for slot in bucket.slots:
-                hook = partial(self._on_gradient, bucket, slot)
-                handle = slot.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's stubs lack it
-                self._handles.append(handle)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -100,6 +98,30 @@ class GradReduction:
             bucket.clear_grads(set_to_none=set_to_none)
         self._next, self.divided = 0, False
 
+    def on_gradient(self, number: int) -> None:
+        """Take a gradient that a backward pass has made, and send off the buckets that are full.
+
+        Raises:
+            OptimizerError: its bucket was reduced already, or its parameter isn't gathered yet.
+        """
+        bucket, slot = self._slots[number]
+        if bucket.param_gather_handle is not None:
+            raise OptimizerError(
+                f"{slot.name}: must be gathered before it is used, got a gradient while its "
+                f"gather was under way",
+                hint="a module used a parameter of another module: call finish_param_sync() "
+                "before the forward pass, or turn overlap_param_gather off",
+            )
+        if bucket.phase is Phase.REDUCED:
+            self._restart_if_cleared()
+        if bucket.phase is not Phase.LOCAL:
+            raise _late(slot)
+        slot.take()
+        if self._syncing:
+            bucket.arrive(slot)
+            while self.overlap and self._next < len(self.order) and self.order[self._next].full:
+                self._send()
+
     def remove_hooks(self) -> None:
         """Leave the parameters alone from now on."""
         for handle in self._handles:
@@ -126,25 +148,6 @@ class GradReduction:
             for slot in bucket.slots:
                 if slot.param.grad is not None and slot.param.grad is not slot.main_grad:
                     raise _late(slot)
-
-    def _on_gradient(self, bucket: Bucket, slot: GradSlot, param: Tensor) -> None:
-        del param  # the slot has it
-        if bucket.param_gather_handle is not None:
-            raise OptimizerError(
-                f"{slot.name}: must be gathered before it is used, got a gradient while its "
-                f"gather was under way",
-                hint="a module used a parameter of another module: call finish_param_sync() "
-                "before the forward pass, or turn overlap_param_gather off",
-            )
-        if bucket.phase is Phase.REDUCED:
-            self._restart_if_cleared()
-        if bucket.phase is not Phase.LOCAL:
-            raise _late(slot)
-        slot.take()
-        if self._syncing:
-            bucket.arrive(slot)
-            while self.overlap and self._next < len(self.order) and self.order[self._next].full:
-                self._send()
 
 
 def _late(slot: GradSlot) -> OptimizerError:

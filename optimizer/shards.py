@@ -63,6 +63,10 @@ class Piece:
         """Keep fp32 values, 1-D."""
         self.slots()[slot].copy_(values)
 
+    def memory(self, slot: str) -> Tensor | None:
+        """Return a slot's own memory, 1-D."""
+        return self.slots()[slot]
+
     def stored(self) -> dict[str, Tensor]:
         """Return the tensors that are state: the master only where it is no parameter."""
         return {slot: self.values(slot) for slot in self.logical_slots()}

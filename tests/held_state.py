@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from ast import literal_eval
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ import torch.distributed.checkpoint as dcp
 from apex_files import half_away
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 NEMO = apex.FIXTURES.parent / "nemo"
+TORCH = apex.FIXTURES.parent / "dcp"
 DISTRIBUTED, LEGACY = NEMO / "megatron_gpt--step=4-consumed_samples=8.0", NEMO / "legacy"
 WEIGHT, MASTER = "weight", "fp32_param"
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction")
@@ -49,7 +52,7 @@ class Held:
     """What a run held: optimizer state by (name, slot), and what it trained with.
 
     ``weight`` makes a weight of its master; None where the files have no weights. ``settings`` are
-    those of each parameter by name.
+    those of each parameter by name. ``plain`` are weights that have no master, and buffers.
     """
 
     state: Mapping[tuple[str, str], torch.Tensor]
@@ -57,10 +60,11 @@ class Held:
     step: int
     settings: Mapping[str, tuple[object, ...]]
     adam_w_mode: bool
+    plain: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> Tensors:
-        found = dict(self.state)
+        found = {**self.state, **{(name, WEIGHT): t for name, t in self.plain.items()}}
         for (name, slot), master in self.state.items():
             if slot == MASTER and self.weight is not None:
                 found[name, WEIGHT] = self.weight(master)
@@ -73,6 +77,12 @@ class Held:
             state={(fused(name), slot): tensor for (name, slot), tensor in self.state.items()},
             settings={fused(name): settings for name, settings in self.settings.items()},
         )
+
+    def with_masters(self) -> Held:
+        """Return the same for a run that lists trained weights as their own masters."""
+        trained = {name for name, slot in self.state if slot != MASTER}
+        masters = {(n, MASTER): tensor for n, tensor in self.plain.items() if n in trained}
+        return replace(self, state={**self.state, **masters}, weight=torch.clone)
 
 
 def fused(name: str) -> str:
@@ -120,6 +130,21 @@ def of_apex(variant: str) -> Held:
     elif meta["model_dtype"] == "float32":
         weight = torch.clone
     return Held(state, weight, meta["step_value"], settings, meta["adam_w_mode"])
+
+
+def of_torch() -> Held:
+    """Return what a run of torch's AdamW held, fp32, when it was saved with torch's own tools."""
+    state: Tensors = {}
+    plain: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(TORCH / "truth_fp32.safetensors").items():
+        if key.startswith("model."):
+            plain[key.removeprefix("model.")] = tensor
+        elif not key.endswith(".step"):
+            state[slot_of(key.removeprefix("optim."))] = tensor
+    told = json.loads((TORCH / "truth_objects.json").read_text())
+    group = {k.rpartition(".")[2]: literal_eval(v) for k, v in told.items() if "groups.0" in k}
+    settings = dict.fromkeys(group["params"], settings_of(group))
+    return Held(state, None, 2, settings, adam_w_mode=True, plain=plain)
 
 
 def of_nemo() -> Held:
@@ -194,6 +219,26 @@ def read_nemo(path: Path) -> tuple[Tensors, int, dict[str, tuple[object, ...]]]:
     optimizer = torch.load(path / "common.pt", weights_only=True)["optimizer_states"][0]
     names = [name for name, slot in found if slot == WEIGHT]
     return found, optimizer["state"]["step"], by_rule(found, names, optimizer["param_groups"])
+
+
+def read_torch(path: Path) -> tuple[Tensors, int, dict[str, tuple[object, ...]]]:
+    """Read a directory of torch's as torch itself turns it into one file."""
+    file = path.with_suffix(".pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch tells that there is one process
+        dcp_to_torch_save(path, file)
+    tree = torch.load(file, weights_only=True)
+    optimizer = tree["optimizer" if "optimizer" in tree else "optim"]
+    found: Tensors = {(name, WEIGHT): tensor for name, tensor in tree["model"].items()}
+    steps = set()
+    for name, state in optimizer["state"].items():
+        steps.add(state.pop("step"))
+        found |= {(name, slot): tensor for slot, tensor in state.items()}
+    settings = {
+        n: settings_of(group) for group in optimizer["param_groups"] for n in group["params"]
+    }
+    (step,) = {int(step) for step in steps}
+    return found, step, settings
 
 
 def by_rule(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import megatron_edit as edit
 import numpy as np
@@ -24,6 +25,7 @@ from ckpttools.layout.box import Box
 from ckpttools.layout.flat import FlatRange
 from ckpttools.layout.megatron import BufferParam, Cuts, buffer_layout
 from ckpttools.manifest import IDENTITY, MASTER, WEIGHT, Manifest, TensorSpec
+from ckpttools.storage.local import FilePool
 
 CASES = [case.name for case in oracle.cases()]
 BF16_CASES = [case.name for case in oracle.cases() if case.dtype == "bf16"]
@@ -316,6 +318,29 @@ def test_a_master_made_of_the_weights_own_bytes_is_no_evidence(tmp_path: Path) -
     for flip in (0, 1):  # whatever the bytes are
         made = in_parts(tmp_path / f"own{flip}", own=True, flip=flip, rule="nearest_even")
         assert check_casts(made, SMALL) == (0, [])
+
+
+def test_a_float32_weight_that_is_its_master_counts_and_is_not_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for name in ("own", "copied"):
+        store.add(TensorSpec(name, WEIGHT, F32, SHAPE), "identity", [ties(1)])
+    store.add(TensorSpec("copied", MASTER, F32, SHAPE), "identity", [ties(2)])
+    made = store.manifest({})
+    alias = [replace(chunk, tensor=3) for chunk in made.by_tensor()[0]]
+    own = TensorSpec("own", MASTER, F32, SHAPE)
+    made = replace(made, tensors=(*made.tensors, own), chunks=(*made.chunks, *alias))
+    read: list[int] = []
+    read_into = FilePool.read_into
+
+    def counted(pool: FilePool, file: int, offset: int, buffer: memoryview) -> None:
+        read.append(len(buffer))
+        read_into(pool, file, offset, buffer)
+
+    with patch.object(FilePool, "read_into", counted):
+        compared, (failure,) = check_casts(made, SMALL)
+    assert compared == 2
+    assert failure.spec.name == "copied"
+    assert sum(read) == 2 * made.tensors[1].size_bytes
 
 
 def test_a_master_in_parts_of_other_bytes_is_evidence(tmp_path: Path) -> None:

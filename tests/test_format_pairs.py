@@ -24,6 +24,7 @@ from held_state import (
     DISTRIBUTED,
     LEGACY,
     MASTER,
+    TORCH,
     WEIGHT,
     Held,
     assert_same,
@@ -31,9 +32,11 @@ from held_state import (
     of_apex,
     of_megatron,
     of_nemo,
+    of_torch,
     read_apex,
     read_legacy,
     read_nemo,
+    read_torch,
     settings_of,
     slot_of,
 )
@@ -53,9 +56,12 @@ ALL = (
     "sharded",
     "safetensors",
     "zarr",
+    "dcp",
 )
 ROUNDED = ("apex", "nemo", "nemo-legacy", "zero1", "zero2")
 NEMO = ("nemo", "nemo-legacy")
+MASTERED = ("apex", "zero1", "zero2")
+"""These list a float32 weight as its own master."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ FAMILIES = {
     ),
     "nemo": Family(lambda _: DISTRIBUTED, of_nemo(), ReadOptions(adam_w_mode=True)),
     "legacy": Family(lambda _: LEGACY, of_nemo(), ReadOptions(adam_w_mode=True)),
+    "torch": Family(lambda _: TORCH / "fsdp2_ws4", of_torch(), ReadOptions()),
 }
 
 
@@ -145,6 +152,8 @@ def target_of(family: str, a: str | None, b: str) -> Target:
 
 def expected_of(held: Held, target: Target, b: str) -> Held:
     """Return what must be there after a conversion."""
+    if held.plain and b in MASTERED:
+        held = held.with_masters()
     sixteen = held.weight in (half_away, nearest_even)
     if sixteen and (b in NEMO or target.masters == "remainders"):
         held = replace(held, weight=half_away)
@@ -217,14 +226,14 @@ def assert_gathered(path: Path, held: Held, where: Path) -> None:
     assert modes == {held.adam_w_mode}
 
 
-TORCH = {"apex": read_apex, "nemo": read_nemo, "nemo-legacy": read_legacy}
+BY_TORCH = {"apex": read_apex, "nemo": read_nemo, "nemo-legacy": read_legacy, "dcp": read_torch}
 
 
 def check(path: Path, fmt: str, held: Held, where: Path) -> None:
     """Hold a result against what the run held."""
     assert_gathered(path, held, where)
-    if fmt in TORCH:
-        found, step, settings = TORCH[fmt](path)
+    if fmt in BY_TORCH:
+        found, step, settings = BY_TORCH[fmt](path)
         assert_same(found, held.tensors, rows=100 if megatron.EMBEDDING in settings else None)
         assert step == held.step
         assert type(step) is int
@@ -235,6 +244,8 @@ def check(path: Path, fmt: str, held: Held, where: Path) -> None:
 
 NEVER = "needs a source with Megatron's arguments, got format "
 BARE = "embedding.word.weight: must have its weight, got "
+
+PART = "embed.weight: must have the optimizer's tensors that others have, none, got exp_avg"
 
 REFUSED = {
     ("gqa", "nemo", "megatron"): NEVER + "nemo",
@@ -248,23 +259,34 @@ REFUSED = {
     ("legacy", None, "megatron"): NEVER + "nemo-legacy",
     ("bare", None, "nemo"): BARE + "none",
     ("bare", None, "nemo-legacy"): BARE + "none",
+    ("bare", None, "dcp"): "embedding.word.weight.fp32_param: must be state of a weight, got none",
+    ("torch", None, "megatron"): NEVER + "dcp",
+    ("torch", None, "nemo"): PART,
+    ("torch", None, "nemo-legacy"): PART,
     ("bare", None, "zero1"): BARE + "other slots alone",
     ("bare", None, "zero2"): BARE + "other slots alone",
 }
+
+NEVER_TORCH = ("megatron", *NEMO)
 
 PAIRS = [
     *[("gqa", None, b) for b in ALL],
     *[("gqa", a, b) for a in ALL for b in ALL if a != b],
     *[("ties", a, b) for a in ROUNDED for b in ROUNDED if a != b],
     *[("bare", None, b) for b in ALL],
-    *[(family, None, b) for family in ("tied", "fp32") for b in ("apex", "nemo", "zero2")],
+    *[(family, None, b) for family in ("tied", "fp32") for b in ("apex", "nemo", "zero2", "dcp")],
     *[
         (family, None, b)
         for family in ("v1", "bf16")
-        for b in ("apex", "nemo", "zero2", "megatron")
+        for b in ("apex", "nemo", "zero2", "dcp", "megatron")
     ],
-    *[("nemo", None, b) for b in ("apex", "nemo-legacy", "zero2", "safetensors", "megatron")],
-    *[("legacy", None, b) for b in ("apex", "nemo", "zero1", "megatron")],
+    *[
+        ("nemo", None, b)
+        for b in ("apex", "nemo-legacy", "zero2", "safetensors", "dcp", "megatron")
+    ],
+    *[("legacy", None, b) for b in ("apex", "nemo", "zero1", "dcp", "megatron")],
+    *[("torch", None, b) for b in ALL],
+    *[("torch", a, b) for a in ALL if a not in NEVER_TORCH for b in ("dcp", "sharded") if a != b],
 ]
 
 

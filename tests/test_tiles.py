@@ -142,6 +142,25 @@ def test_a_tile_is_read_from_wherever_its_elements_lie(
     assert out.tobytes() == values[box.slices].tobytes()
 
 
+@given(st.data(), stores(), st.sampled_from([1.0, 1.1, 2.5]))
+def test_no_more_is_read_than_the_bound_allows_and_the_values_are_the_same(
+    data: st.DataObject,
+    store: tuple[Box, list[Box], list[tuple[int, ...] | None], int],
+    most: float,
+) -> None:
+    whole, regions, strides, itemsize = store
+    side, size = stored(regions, strides, itemsize)
+    memory = Memory(bytearray(np.random.default_rng(size).bytes(size)))
+    box = data.draw(boxes_in(whole).filter(lambda b: b.numel))
+    out, bounded = np.zeros((2, *box.lengths), dtype=carrier(itemsize))
+    read_tile(memory, side, box, out, memoryview(bytearray(out.nbytes)))  # type: ignore[arg-type]
+    memory.calls.clear()
+    scratch = memoryview(bytearray(2 * out.nbytes))
+    read_tile(memory, side, box, bounded, scratch, most)  # type: ignore[arg-type]
+    assert bounded.tobytes() == out.tobytes()
+    assert sum(length for _, length in memory.calls) <= most * out.nbytes
+
+
 @given(st.data(), stores())
 def test_a_tile_is_written_to_wherever_its_elements_lie_and_nowhere_else(
     data: st.DataObject, store: tuple[Box, list[Box], list[tuple[int, ...] | None], int]

@@ -17,6 +17,13 @@ from ckpttools.tiles import carrier, cut_tiles, read_tile
 
 SCRATCH_BYTES = 16 << 20
 
+MOST_READ = 1.1
+"""What a rank reads at most, in units of what it takes.
+
+All ranks of a run read at once, perhaps over a network: what lies between is read along only where
+that is little, and there are as many system calls as runs otherwise.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
@@ -57,7 +64,7 @@ def _read(pool: FilePool, columns: Pieces, want: Want, scratch: memoryview) -> N
         view = memory[place] if place else memory
         for tile in cut_tiles(held.box, memory.itemsize, SCRATCH_BYTES):
             part = tile.relative_to(held.box).slices
-            read_tile(pool, columns, tile, view[part] if part else view, scratch)
+            read_tile(pool, columns, tile, view[part] if part else view, scratch, MOST_READ)
 
 
 def elements(dense: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]:

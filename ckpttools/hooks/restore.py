@@ -6,8 +6,8 @@
    tensor before the first byte is read.
 3. A rank reads the byte ranges of its own shard, weights included, and the ranks gather the
    weights: what is read is 1/DP of the model part, whatever cut the files.
-4. Bytes go to fresh memory first and are taken over at the end, so an error on any rank leaves
-   all of them as they were.
+4. Nothing is taken over before every rank has read (`ckpttools.hooks.landing`), so an error on
+   any rank leaves all of them as they were.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ckpttools import api
 from ckpttools.errors import MismatchError, system_errors
 from ckpttools.formats import ReadOptions
+from ckpttools.hooks.landing import Landing
+from ckpttools.hooks.reading import MOST_READ, SCRATCH_BYTES
 from ckpttools.hooks.regions import tiles_of
 from ckpttools.hooks.saved_settings import SavedSettings
 from ckpttools.hooks.together import together
@@ -37,15 +39,14 @@ from ckpttools.plan import Pieces, pieces
 from ckpttools.storage.local import FilePool
 from ckpttools.tiles import read_tile
 
-SCRATCH_BYTES = 16 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Restored:
     """What was taken from a checkpoint, and what in it was not.
 
     ``objects`` are the checkpoint's own objects (iteration, scheduler, arguments, the state that
-    a foreign format needs to be written again): hand them to ``save_sharded``.
+    a foreign format needs to be written again): hand them to ``save_sharded``. :attr:`step` and
+    :attr:`extra` are what a script asks of them.
     """
 
     path: str
@@ -55,6 +56,18 @@ class Restored:
     unused: tuple[str, ...]
     notes: tuple[str, ...]
     objects: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        """The step at which it was saved; None where the checkpoint doesn't tell."""
+        step = self.objects.get("iteration")
+        return step if type(step) is int else None
+
+    @property
+    def extra(self) -> Mapping[str, Any] | None:
+        """What the script gave to ``save(extra=)``; None where it gave nothing."""
+        extra = self.objects.get("extra")
+        return extra if isinstance(extra, Mapping) else None
 
 
 @system_errors()
@@ -104,11 +117,16 @@ def load_sharded(
             )
         loader = _Loader(opened[0].manifest, optimizer, weights_only=weights_only)
         loader.check(everywhere if strict else None)
-        loader.read()
         loaders.append(loader)
+        loader.read()
         return True
 
-    together(optimizer, prepare)
+    try:
+        together(optimizer, prepare)
+    except BaseException:
+        for loader in loaders:
+            loader.undo()
+        raise
     loader = loaders[0]
     loader.install()
     optimizer.start_param_sync()
@@ -130,7 +148,8 @@ def load_sharded(
 class _Want:
     """Elements ``start`` to ``stop`` of a flattened local tensor of one slot, and who takes them.
 
-    They are read as ``dtype``; ``take`` gets them 1-D, on the host.
+    They are read as ``dtype``; ``take`` gets them 1-D, on the host. ``memory`` is where ``take``
+    puts them as they are; None where it does more.
     """
 
     param: ShardedParam
@@ -139,6 +158,7 @@ class _Want:
     stop: int
     dtype: torch.dtype
     take: Callable[[Tensor], object]
+    memory: Tensor | None = None
 
 
 class _Loader:
@@ -152,7 +172,8 @@ class _Loader:
         self.weights_only = weights_only
         self.read_bytes = 0
         self._index = manifest.index()
-        self._fresh: list[Tensor] = []
+        self._landing = Landing()
+        self._read_to: list[Tensor] = []
         self._params = {
             managed.name: sharded_param(managed, optimizer.tp.size, optimizer.trains)
             for managed in optimizer.managed
@@ -188,7 +209,7 @@ class _Loader:
             self.settings.check()
 
     def read(self) -> None:
-        """Read every wanted range into fresh memory."""
+        """Read every wanted range into memory that can be given up."""
         chunks = self.manifest.by_tensor()
         columns: dict[int, Pieces] = {}
         scratch = memoryview(bytearray(SCRATCH_BYTES))
@@ -198,17 +219,22 @@ class _Loader:
                 if i not in columns:
                     primaries = [c for c in chunks[i] if c.replica_id == 0]
                     columns[i] = pieces(primaries, ndim=len(self.manifest.tensors[i].shape))
-                fresh = _fresh(want.stop - want.start, want.dtype)
-                self._read(pool, columns[i], want, fresh, scratch)
-                self._fresh.append(fresh)
+                flat = self._landing.place(want.stop - want.start, want.dtype, want.memory)
+                self._read_to.append(flat)
+                self._read(pool, columns[i], want, flat, scratch)
             self.read_bytes = pool.read_bytes
+
+    def undo(self) -> None:
+        """Leave the run as it was before :meth:`read`."""
+        self._landing.undo()
 
     def install(self) -> None:
         """Take everything over."""
         with torch.no_grad():
-            for want, fresh in zip(self.wanted, self._fresh, strict=True):
-                want.take(fresh)
-        self._fresh.clear()
+            for want, flat in zip(self.wanted, self._read_to, strict=True):
+                if flat is not want.memory:
+                    want.take(flat)
+        self._read_to.clear()
         if self.weights_only:
             return
         self.optimizer.steps.update(self.settings.steps())
@@ -293,7 +319,8 @@ class _Loader:
             yield _Want(param, WEIGHT, part.start, part.end, weight.dtype, weight.copy_)
             for slot in () if self.weights_only else piece.logical_slots():
                 take = partial(piece.put, slot)
-                yield _Want(param, slot, part.start, part.end, torch.float32, take)
+                memory = piece.memory(slot)
+                yield _Want(param, slot, part.start, part.end, torch.float32, take, memory)
 
     def _check(self, mine: ShardedParam, slot: str, kind: str) -> None:
         """Check that a slot is there with the shape and dtype that this run has."""
@@ -321,12 +348,12 @@ class _Loader:
             raise MismatchError(f"{where}: dtype must be {kind} as in this run, got {spec.dtype}")
 
     def _read(
-        self, pool: FilePool, columns: Pieces, want: _Want, fresh: Tensor, scratch: memoryview
+        self, pool: FilePool, columns: Pieces, want: _Want, flat: Tensor, scratch: memoryview
     ) -> None:
-        """Fill ``fresh`` with the elements of one range."""
+        """Fill ``flat`` with the elements of one range."""
         optimizer = self.optimizer
         for tile, out in tiles_of(
-            fresh,
+            flat,
             want.param,
             tp=optimizer.tp.rank,
             tp_size=optimizer.tp.size,
@@ -334,13 +361,7 @@ class _Loader:
             stop=want.stop,
             tile_bytes=SCRATCH_BYTES,
         ):
-            read_tile(pool, columns, tile, out, scratch)
-
-
-def _fresh(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros: numpy's come from huge pages, whose faults are few."""
-    memory = np.zeros(numel * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype) if numel else torch.zeros(0, dtype=dtype)
+            read_tile(pool, columns, tile, out, scratch, MOST_READ)
 
 
 def _variant(layouts: Iterable[str]) -> str | None:

@@ -376,7 +376,10 @@ def test_what_can_not_be_stored_as_data_is_refused_by_its_path(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"format": "zip"}, "format: must be one of sharded, gathered, gathered-zarr, dcp, got 'zip'"),
+        (
+            {"format": "zip"},
+            "format: must be one of sharded, gathered, gathered-zarr, dcp, got 'zip'",
+        ),
         ({"keep_last": 0}, "keep_last: must be at least 1, got 0"),
         ({"every_steps": 0}, "every_steps: must be positive, got 0"),
     ],
@@ -388,9 +391,7 @@ def test_settings_that_mean_nothing_are_refused(
         CheckpointManager(tmp_path, preemption_signals=(), **settings)
 
 
-@pytest.mark.parametrize(
-    ("form", "name"), [("gathered", "safetensors"), ("gathered-zarr", "zarr")]
-)
+@pytest.mark.parametrize(("form", "name"), [("gathered", "safetensors"), ("gathered-zarr", "zarr")])
 def test_whole_tensors_are_saved_where_that_is_asked_for(
     form: str, name: str, tmp_path: Path
 ) -> None:

@@ -98,9 +98,10 @@ def test_a_group_that_comes_later_is_refused() -> None:
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Embedding(5, 3, sparse=True)
-    DistributedOptimizer(model, CONFIG)
+    optimizer = DistributedOptimizer(model, CONFIG)
     with pytest.raises(OptimizerError, match=r"^weight: gradient must be dense, got torch.sparse"):
         model(torch.tensor([1, 2])).sum().backward()
+    assert optimizer.managed[0].name == "weight"
 
 
 def test_a_group_setting_that_is_out_of_range_stops_a_step_before_it_changes_anything() -> None:

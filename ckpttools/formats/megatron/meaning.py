@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpttools.derived import with_nearest_even_weights
+from ckpttools.derived import with_masters_of_weights, with_nearest_even_weights
 from ckpttools.errors import UsageError
 from ckpttools.formats import ParamGroup, Target, decoupled_modes
 from ckpttools.manifest import NEAREST_EVEN, Manifest
@@ -46,11 +46,13 @@ def check_settings(objects: Mapping[str, object], target: Target) -> tuple[str, 
     return tuple(notes)
 
 
-def rounded_as_megatron(source: Manifest) -> Manifest:
+def seen_as_megatron(source: Manifest) -> Manifest:
     """Return the source with weights that are their masters rounded to nearest even.
 
     A source that rounds by another rule, or doesn't tell by which, is seen so through its masters.
+    A float32 weight that has none is its own: Megatron keeps a copy of it.
     """
     rules = source.objects.get("weight_rounding", (NEAREST_EVEN,))
     told = tuple(rules) if isinstance(rules, (tuple, list)) else (rules,)
-    return source if told == (NEAREST_EVEN,) else with_nearest_even_weights(source)
+    rounded = source if told == (NEAREST_EVEN,) else with_nearest_even_weights(source)
+    return with_masters_of_weights(rounded)

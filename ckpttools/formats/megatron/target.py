@@ -18,7 +18,7 @@ from ckpttools.formats.megatron.state import (
     tied_output,
 )
 from ckpttools.layout.pipeline import Pipeline, Split, split_layers
-from ckpttools.manifest import WEIGHT, Manifest
+from ckpttools.manifest import MASTER, WEIGHT, Manifest
 
 OUTPUT_EXTRA_STATE = "output_layer._extra_state"
 
@@ -42,6 +42,11 @@ def selected(source: Manifest, state: MegatronState) -> MegatronState:
         return state
     if len(missing) < len(names) * len(state.slots):
         name, slot = min(missing)
+        if {slot for _, slot in missing} == {MASTER}:
+            hint = (
+                "a run that trains 16-bit weights without float32 masters has none to give; "
+                "`--include weight` takes the weights alone, for Megatron to make them anew"
+            )
         raise UsageError(
             f"--to megatron: must have all of the optimizer's tensors or none, got none of {name} "
             f"({slot})",

@@ -27,7 +27,7 @@ from ckpttools.formats.megatron.chunks import (
     local_shape_of,
 )
 from ckpttools.formats.megatron.directory import MODEL_FILE, OPTIMIZER_FILE, TRACKER, rank_name
-from ckpttools.formats.megatron.meaning import check_settings, rounded_as_megatron
+from ckpttools.formats.megatron.meaning import check_settings, seen_as_megatron
 from ckpttools.formats.megatron.names import param_to_local, to_local
 from ckpttools.formats.megatron.restore import restore, stale_arguments
 from ckpttools.formats.megatron.state import (
@@ -55,9 +55,11 @@ def lay_out_checkpoint(source: Manifest, target: Target, root: str) -> Draft:
     """
     told = check_settings(source.objects, target)
     state, notes = _state_of(source)
-    state = selected(source, state)
+    view = seen_as_megatron(source)
+    state = selected(view, state)
     run, pipeline = target_run(state, target)
-    view = rounded_as_megatron(source)
+    if own := len(view.tensors) - len(source.tensors):
+        notes = (*notes, f"{MASTER}: {own} float32 weights of the source are their own masters")
     draft = _Writer(view, state, run, pipeline, target).draft(root)
     return replace(draft, notes=(*told, *notes), source=view if view is not source else None)
 
