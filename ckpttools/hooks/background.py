@@ -116,6 +116,7 @@ class BackgroundWrite:
     def _run(self) -> None:
         started = time.monotonic()
         deadline = started + self.job.deadline_s
+        self._hurry.wait(LEAST_REST_S)  # the training thread is still on its way out of the save
         try:
             try:
                 self.job.rendezvous.done(self._write())
