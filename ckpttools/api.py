@@ -22,8 +22,6 @@ from ckpttools.errors import (
     LayoutError,
     ReplicaError,
     RuleError,
-    StorageError,
-    UnknownFormatError,
     UsageError,
     system_errors,
 )
@@ -31,10 +29,15 @@ from ckpttools.executor import Resources
 from ckpttools.formats import (
     ACCEPTABLE_LOSSES,
     DescribesParts,
-    Format,
     ReadOptions,
     Target,
-    registry,
+)
+from ckpttools.formats.known import (
+    detect_format,
+    format_names,
+    formats_table,
+    options_of_each,
+    target_format,
 )
 from ckpttools.manifest import WEIGHT, Manifest
 from ckpttools.plan import Plan
@@ -69,42 +72,6 @@ __all__ = [
 ]
 
 
-def format_names() -> tuple[str, ...]:
-    """Return the names of the known formats."""
-    return tuple(registry())
-
-
-def formats_table() -> dict[str, str]:
-    """Return a line about each format, by name."""
-    return {name: fmt.about for name, fmt in registry().items()}
-
-
-@system_errors()
-def detect_format(path: str | Path, name: str | None = None) -> Format:
-    """Return the format of ``path``, by names alone.
-
-    Raises:
-        StorageError: there is no such path.
-        UnknownFormatError: no format or several recognise it, or ``name`` is none.
-    """
-    place = Path(path)
-    known = registry()
-    if name is not None and name not in known:
-        raise UnknownFormatError(f"format: must be one of {', '.join(known)}, got {name!r}")
-    if not place.exists():
-        raise StorageError(f"{place}: must exist, got no such path")
-    if name is not None:
-        return known[name]
-    found = [fmt for fmt in known.values() if fmt.detect(place)]
-    if len(found) != 1:
-        names = " and ".join(fmt.name for fmt in found) or "none"
-        raise UnknownFormatError(
-            f"{place}: must be of exactly one known format, got {names}",
-            hint="name it with --format" if found else f"known are {', '.join(known)}",
-        )
-    return found[0]
-
-
 @system_errors()
 def open_checkpoint(
     path: str | Path,
@@ -121,7 +88,8 @@ def open_checkpoint(
         EvidenceError: no layout, or more than one, agrees with the files.
     """
     fmt = detect_format(path, format)
-    reading = evidence.as_told(fmt.read(Path(path), options or ReadOptions()), options)
+    (told,) = options_of_each([fmt], options or ReadOptions())
+    reading = evidence.as_told(fmt.read(Path(path), told), told)
     files = reading.candidates[:1]  # all candidates are of the same files
     stamps = job.stamp_of(files[0].manifest) if files else ()
     chosen, compared = evidence.choose(reading, resources or Resources(), cross_check=cross_check)
@@ -140,7 +108,7 @@ def plan_reshard(source: Manifest, target: Target, *, to: str | None = None) -> 
         UsageError: the target can't hold the source.
         PlanError: an element would be lost, doubled or invented.
     """
-    draft = _format(to or source.format).lay_out(source, target, "")
+    draft = target_format(to or source.format).lay_out(source, target, "")
     return conversion.plan_of(source, draft)
 
 
@@ -180,7 +148,7 @@ def reshard(
         source, format=format, options=options, resources=resources, cross_check=cross_check
     )
     copies = evidence.check_replicas(opened.manifest, resources)
-    fmt = _format(to or opened.format.name)
+    fmt = target_format(to or opened.format.name)
     opened, lost = conversion.choose(opened, selection or Selection())
     target = target or Target()
     target = replace(target, accept_loss=target.accept_loss | options.accept_loss)
@@ -271,12 +239,14 @@ def verify(
     if unknown := require - {"optimizer"}:
         raise UsageError(f"--require: must be optimizer, got {min(unknown)}")
     fmt = detect_format(path, format)
+    others = [detect_format(against)] if against is not None else []
+    mine, *theirs = options_of_each([fmt, *others], options)
     problems = fmt.check(Path(path))
     damage = [str(problem) for problem in problems]
     checked: list[str] = []
     try:
         opened = open_checkpoint(
-            path, format=fmt.name, options=options, resources=resources, cross_check=cross_check
+            path, format=fmt.name, options=mine, resources=resources, cross_check=cross_check
         )
         copies = evidence.check_replicas(opened.manifest, resources)
         damage += conversion.check_stored_digests(opened.manifest, resources)
@@ -299,7 +269,7 @@ def verify(
     notes: list[str] = []
     sides = [(opened.manifest, "it")]
     if against is not None:
-        other = open_checkpoint(against, options=options, resources=resources, cross_check=False)
+        other = open_checkpoint(against, options=theirs[0], resources=resources, cross_check=False)
         sides.append((other.manifest, str(against)))
         differences, notes = verification.against(
             opened.manifest,
@@ -340,9 +310,11 @@ def diff(
         CkptError: one of them can't be read.
     """
     resources = resources or Resources()
+    formats = [detect_format(path, format) for path in (a, b)]
+    told = options_of_each(formats, options or ReadOptions())
     opened = [
-        open_checkpoint(path, format=format, options=options, resources=resources)
-        for path in (a, b)
+        open_checkpoint(path, format=format, options=one, resources=resources)
+        for path, one in zip((a, b), told, strict=True)
     ]
     total = comparison.total_bytes(opened[0].manifest, opened[1].manifest)
     progress = stage("compare", total) if stage else None
@@ -387,14 +359,8 @@ def inspect(
     fmt = detect_format(path, format)
     if isinstance(fmt, DescribesParts) and (part := fmt.describe_part(Path(path))) is not None:
         return part
-    reading = fmt.read(Path(path), options or ReadOptions())
+    (told,) = options_of_each([fmt], options or ReadOptions())
+    reading = fmt.read(Path(path), told)
     if not reading.candidates:
         raise EvidenceError("layout: must agree with the files, got: " + "; ".join(reading.refused))
     return description.describe(str(path), fmt.name, reading)
-
-
-def _format(name: str) -> Format:
-    known = registry()
-    if name not in known:
-        raise UnknownFormatError(f"--to: must be one of {', '.join(known)}, got {name!r}")
-    return known[name]

@@ -350,3 +350,35 @@ def test_a_setting_of_a_group_that_one_side_lacks_is_a_remark_and_another_value_
         "a: its parameter group has another lr",
         "b: its parameter group has another lr",
     ]
+
+
+# --- facts that the files don't hold ----------------------------------------------------
+
+APEX = FIXTURES.parent / "apex"
+NAMES = ReadOptions(names_path=str(APEX / "names.json"))
+V2 = APEX / "bf16_store_ws2" / "v2.pt"
+WITH_MODEL = ReadOptions(
+    names_path=str(APEX / "names.json"), model_path=str(APEX / "bf16_store_ws2" / "model.pt")
+)
+
+
+def test_a_file_that_no_reader_can_use_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    message = f"--names: must not be given for megatron, which has no use for it, got {APEX}"
+    for call in (api.inspect, api.open_checkpoint, api.digest, api.verify):
+        with pytest.raises(UsageError) as caught:
+            call(TP1, options=NAMES)
+        assert str(caught.value).startswith(message)
+    with pytest.raises(UsageError, match="--names: must not be given for megatron"):
+        api.reshard(TP1, tmp_path / "out", options=NAMES)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="for megatron and megatron"):
+        api.diff(TP1, TP2, options=NAMES)
+
+
+def test_of_two_checkpoints_each_is_told_what_it_can_use(tmp_path: Path) -> None:
+    made = tmp_path / "zero2"
+    api.reshard(V2, made, to="zero2", options=WITH_MODEL, resources=SMALL)
+    assert api.diff(V2, made, options=WITH_MODEL).equal
+    assert api.diff(made, V2, options=WITH_MODEL).equal
+    assert api.verify(V2, against=made, options=WITH_MODEL).ok
+    assert api.verify(made, against=V2, options=WITH_MODEL).ok

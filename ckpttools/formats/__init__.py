@@ -271,10 +271,14 @@ class DescribesParts(Protocol):
 
 @runtime_checkable
 class Format(Protocol):
-    """A checkpoint format. ``about`` is a line for people."""
+    """A checkpoint format. ``about`` is a line for people.
+
+    ``takes`` has those of ``names_path`` and ``model_path`` that its reader can use.
+    """
 
     name: str
     about: str
+    takes: frozenset[str]
 
     def detect(self, path: Path) -> bool:
         """Say by names alone whether ``path`` is meant to be of this format, damaged or not."""

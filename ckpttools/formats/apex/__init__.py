@@ -17,6 +17,7 @@ class ApexFormat:
 
     name = "apex"
     about = "state dicts of Apex's DistributedFusedAdam, v1 and v2: read, write v2"
+    takes: frozenset[str] = frozenset({"names_path", "model_path"})
 
     def detect(self, path: Path) -> bool:
         """Say whether a file, or one in a directory, begins as Apex's state dicts do."""

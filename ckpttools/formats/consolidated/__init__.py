@@ -19,6 +19,7 @@ class ConsolidatedFormat:
 
     name = "safetensors"
     about = "whole tensors by name, as `ckpttools gather` writes them: read, write"
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` is a directory with a ``state.json``."""
@@ -43,6 +44,7 @@ class ZarrFormat:
 
     name = "zarr"
     about = "whole tensors by name in a zarr v3 group, as `ckpttools gather` writes it: read, write"
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` is a directory with a ``zarr.json``."""

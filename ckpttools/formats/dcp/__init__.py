@@ -17,6 +17,7 @@ class DcpFormat:
 
     name = "dcp"
     about = "torch.distributed.checkpoint, as state dict APIs name things: read, write"
+    takes: frozenset[str] = frozenset({"names_path"})
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` has torch's ``.metadata``, or files of its Hugging Face writer."""

@@ -19,6 +19,7 @@ class MegatronFormat:
 
     name = "megatron"
     about = "Megatron-LM `torch` with the distributed optimizer, dense GPT: read, write"
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` has Megatron's directory names."""

@@ -29,6 +29,7 @@ class _NativeFormat:
 
     kind: Kind
     name: str
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` has a ``manifest.json`` of this kind, or is a rank's own file."""

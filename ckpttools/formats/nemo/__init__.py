@@ -20,6 +20,7 @@ class NemoFormat:
 
     name = "nemo"
     about = "NeMo distributed checkpoint, distributed_fused_adam, GPT: read, write"
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` is a directory with NeMo's ``common.pt`` and ``metadata.json``."""
@@ -43,6 +44,7 @@ class NemoLegacyFormat:
 
     name = "nemo-legacy"
     about = "NeMo .ckpt files by rank, distributed_fused_adam, GPT: read, write"
+    takes: frozenset[str] = frozenset({"names_path"})
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` is a ``.ckpt`` file, or a directory of such files by rank."""

@@ -26,6 +26,7 @@ class ShardedFormat:
 
     name = NAME
     about = "one file a rank and a list of its chunks, of any training run: read, write"
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         """Say whether ``path`` has a ``manifest.json`` that says so in its first lines."""
