@@ -59,6 +59,22 @@ def test_masters_are_written_from_the_weights_as_by_way_of_zero1(
     assert (found.damage, found.differences) == ((), ())
 
 
+@pytest.mark.parametrize("to", ["nemo", "nemo-legacy"])
+def test_nemo_gets_them_too(to: str, tmp_path: Path) -> None:
+    saved = save(FP32, tmp_path / "saved", torch.float32, steps=2)
+    target = api.Target(tp=2, dp=2, masters="stored")
+    report = api.reshard(saved, tmp_path / "straight", to=to, target=target)
+    api.reshard(saved, tmp_path / "zero1", to="zero1", target=api.Target(tp=2, dp=1))
+    api.reshard(tmp_path / "zero1", tmp_path / "around", to=to, target=target)
+    assert any("are their own masters" in line for line in report.findings), report.findings
+    assert api.digest(tmp_path / "straight") == api.digest(tmp_path / "around")
+    found = api.verify(tmp_path / "straight", against=saved)
+    assert found.damage == ()
+    # The distributed form has the names of fused norms.
+    odd = [line for line in found.differences if "norm" not in line or to == "nemo-legacy"]
+    assert odd == []
+
+
 def test_a_run_without_masters_is_told_what_it_lacks_and_how_to_go_on(tmp_path: Path) -> None:
     saved = save(BF16, tmp_path / "saved", torch.bfloat16, steps=1)
     with pytest.raises(UsageError, match=r"got none of .* \(fp32_param\)") as caught:

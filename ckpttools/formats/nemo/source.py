@@ -73,6 +73,8 @@ def take(source: Manifest, target: Target, *, to: str, fused: bool) -> NemoSourc
             view = derived.with_half_away_weights(view)
         except LayoutError as error:
             raise UsageError(f"--to {to}: {error}", hint="give --masters stored") from error
+    own, view = len(view.tensors), derived.with_masters_of_weights(view)
+    own = len(view.tensors) - own
     slots = _slots(view, to)
     state, known = _state(source)
     layout = _layout(view, state, slots)
@@ -86,6 +88,8 @@ def take(source: Manifest, target: Target, *, to: str, fused: bool) -> NemoSourc
         notes.append(
             f"names: {len(renamed)} norms are stored under the names of fused ones, as NeMo has it"
         )
+    if own:
+        notes.append(f"{MASTER}: {own} float32 weights of the source are their own masters")
     if slots:
         mode = _mode(source, to)
         state = replace(state, tree=with_mode(state.tree, mode))
