@@ -13,8 +13,7 @@ where a backward pass fills buckets in their order, at most ``pipeline_size`` of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,9 +31,10 @@ from ckpttools.optimizer.fused_buckets import (
     FusedSlot,
 )
 from ckpttools.optimizer.gradient_hooks import hook_gradient
+from ckpttools.optimizer.no_sync import NoSync
 
 
-class FusedReduction:
+class FusedReduction(NoSync):
     """Reduces the gradients of several buffers, bucket by bucket in one order.
 
     ``order`` holds the buckets as they are filled, ``pool`` the memory of whole ones. Each reduced
@@ -50,6 +50,7 @@ class FusedReduction:
         overlap: bool,
         pipeline_size: int,
     ) -> None:
+        super().__init__()
         self.overlap = overlap
         self.order = tuple(order)
         self.slots = tuple(slot for buffer in buffers for slot in buffer.slots)
@@ -64,25 +65,10 @@ class FusedReduction:
         self._next = 0
         self._in_round = False
         self._rounds = 0
-        self._syncing = True
         self._backward = -1  # the pass whose end is waited for
         self._handles: list[RemovableHandle] = [
             hook_gradient(slot.param, self, number) for number, slot in enumerate(self.slots)
         ]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate only: no bucket is sent off inside, and gradients stay whole."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
-
-    @property
-    def syncing(self) -> bool:
-        """Whether gradients are reduced as they come: false inside :meth:`no_sync`."""
-        return self._syncing
 
     @property
     def unspent(self) -> bool:

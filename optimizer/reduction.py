@@ -8,8 +8,7 @@ left (unused parameters, no overlap) is started when the gradients are asked for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch.utils.hooks import RemovableHandle
 
@@ -17,9 +16,10 @@ from ckpttools.errors import OptimizerError
 from ckpttools.optimizer.buffers import Bucket, GradSlot, ParamAndGradBuffer, Phase
 from ckpttools.optimizer.collectives import Collectives
 from ckpttools.optimizer.gradient_hooks import hook_gradient
+from ckpttools.optimizer.no_sync import NoSync
 
 
-class GradReduction:
+class GradReduction(NoSync):
     """Reduces the gradients of several buffers, bucket by bucket in one order.
 
     Each reduced piece is then summed over ``redundant``, which hold replicas of the sharding.
@@ -28,11 +28,11 @@ class GradReduction:
     def __init__(
         self, buffers: Sequence[ParamAndGradBuffer], redundant: Collectives, *, overlap: bool
     ) -> None:
+        super().__init__()
         self.overlap = overlap
         self.order = tuple(backward_order(buffers))
         self.divided = False  # whether a step took the sums and divided them
         self._next = 0
-        self._syncing = True
         self._slots = [(bucket, slot) for bucket in self.order for slot in bucket.slots]
         self._handles: list[RemovableHandle] = [
             hook_gradient(slot.param, self, number) for number, (_, slot) in enumerate(self._slots)
@@ -40,20 +40,6 @@ class GradReduction:
         for bucket in self.order:
             if redundant.size > 1:
                 bucket.after_reduce = lambda reduced: redundant.all_reduce(reduced.local_grads)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate only: no bucket is sent off inside."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
-
-    @property
-    def syncing(self) -> bool:
-        """Whether gradients are reduced as they come: false inside :meth:`no_sync`."""
-        return self._syncing
 
     @property
     def unspent(self) -> bool:
