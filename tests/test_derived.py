@@ -19,7 +19,7 @@ from ckpttools.api import Resources
 from ckpttools.comparison import compare, count_differences
 from ckpttools.derived import widened, with_half_away_weights, with_nearest_even_weights
 from ckpttools.errors import LayoutError, PlanError, StorageError
-from ckpttools.formats import Candidate, Draft, Problem, Reading, ReadOptions, Target
+from ckpttools.formats import Candidate, Draft, Problem, Reading, ReadOptions, Target, known
 from ckpttools.formats.consolidated import ConsolidatedFormat
 from ckpttools.layout.box import Box
 from ckpttools.layout.flat import FlatRange
@@ -180,6 +180,7 @@ class Known:
     manifest: Manifest
     name: str = "known"
     about: str = "for tests"
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         return str(path) == self.manifest.root
@@ -203,6 +204,7 @@ class Through:
     view: Callable[[Manifest], Manifest]
     name: str = "through"
     about: str = "for tests"
+    takes: frozenset[str] = frozenset()
 
     def detect(self, path: Path) -> bool:
         del path
@@ -227,7 +229,7 @@ def both_views(source: Manifest) -> Manifest:
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     made = run(tmp_path / "src", weight_rounding=("nearest_even",))
     formats = {"known": Known(made.manifest), "through": Through(both_views)}
-    monkeypatch.setattr(api, "registry", lambda: formats)
+    monkeypatch.setattr(known, "registry", lambda: formats)
     return made
 
 
@@ -315,7 +317,7 @@ def test_work_from_another_view_is_other_work(
     with full_after(1, monkeypatch):
         api.reshard(source, out, to="through", resources=SMALL)
     other = {"known": Known(made.manifest), "through": Through(_nearest_even)}
-    monkeypatch.setattr(api, "registry", lambda: other)
+    monkeypatch.setattr(known, "registry", lambda: other)
     report = api.reshard(source, out, to="through", resources=SMALL, resume=True)
     assert any("is of other work, left alone" in line for line in report.findings)
     assert not any("resumed" in line for line in report.findings)
@@ -373,7 +375,7 @@ def test_what_may_be_lost_is_told_to_the_target(
             return Through.lay_out(self, source, Target(), root)
 
     formats = {"known": Known(made.manifest), "through": Asking(both_views)}
-    monkeypatch.setattr(api, "registry", lambda: formats)
+    monkeypatch.setattr(known, "registry", lambda: formats)
     for accepted in ((), ("optimizer",)):
         api.reshard(
             made.manifest.root,
