@@ -7,7 +7,7 @@ rank 0 as ``verify`` does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,29 +56,38 @@ def check_share(path: Path, rank: int, size: int) -> bool:
 
 def _keys(path: Path) -> Iterator[_Key]:
     """Yield the keys of all files, whose headers are those that the manifest states."""
-    place = path / MANIFEST_FILE
-    data = read_small_file(place, limit_bytes=MAX_MANIFEST_BYTES)
-    document = parse_json(data, str(place))
-    if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
-        raise FormatError(f"{place}: must list files, got none")
-    check_seal(document, data, str(place))
-    for name, stated in sorted(document["files"].items()):
+    for name, header_sha256, sums in _stated(path / MANIFEST_FILE):
         file = path / name
         if not file.is_file():
             raise FormatError(f"{file}: every rank's file must be there, got none")
         header = read_header(file)
-        if sha256(header.raw) != stated["header_sha256"]:
-            raise FormatError(f"{file}: the header must have the SHA-256 {stated['header_sha256']}")
-        sums = _sums(stated)
+        if sha256(header.raw) != header_sha256:
+            raise FormatError(f"{file}: the header must have the SHA-256 {header_sha256}")
         for tensor in header.tensors:
             yield _Key(file, tensor.key, tensor.offset, tensor.length, sums.get(tensor.key, "none"))
 
 
-def _sums(stated: Mapping[str, dict[str, dict[str, str] | str]]) -> dict[str, str]:
-    """Return the CRC-32 of each key, which the two native forms list in two ways."""
-    if "crc32" in stated:
-        return {key: str(crc) for key, crc in stated["crc32"].items()}
-    return {key: one["crc32"] for key, one in stated["keys"].items() if isinstance(one, dict)}
+def _stated(place: Path) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Yield each file with the SHA-256 of its header and the CRC-32 of its keys.
+
+    The two native forms list the latter in two ways.
+    """
+    data = read_small_file(place, limit_bytes=MAX_MANIFEST_BYTES)
+    document = parse_json(data, str(place))
+    files = document.get("files") if isinstance(document, dict) else None
+    if not isinstance(document, dict) or not isinstance(files, dict):
+        raise FormatError(f"{place}: must list files, got none")
+    check_seal(document, data, str(place))
+    for name, stated in sorted(files.items()):
+        entry = stated if isinstance(stated, dict) else {}
+        header, table = entry.get("header_sha256"), entry.get("crc32", entry.get("keys"))
+        if not isinstance(header, str) or not isinstance(table, dict):
+            raise FormatError(
+                f"{place}: files: {name:.80}: must state header_sha256 and the sums of its keys, "
+                f"got {stated!r:.60}"
+            )
+        sums = {k: one.get("crc32") if isinstance(one, dict) else one for k, one in table.items()}
+        yield name, header, {key: str(crc) for key, crc in sums.items()}
 
 
 def _check(key: _Key) -> None:

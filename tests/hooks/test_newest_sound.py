@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from gloo_ranks import run_ranks
 from training_runs import Run
 
-from ckpttools.errors import StorageError
+from ckpttools.errors import FormatError, StorageError
 from ckpttools.hooks.crew import Crew
 from ckpttools.hooks.manager import CheckpointManager
 from ckpttools.hooks.newest_sound import newest_sound
 from ckpttools.hooks.step_directory import StepDirectory, step_name
+from ckpttools.storage.sealed_json import serialize
 
 
 def save(folder: Path, *steps: int) -> None:
@@ -55,6 +57,33 @@ def test_damaged_ones_are_passed_over_and_told_and_may_be_saved_again(tmp_path: 
         for step in (2, 3):
             manager.save(step, run.model, run.optimizer)
     assert manager.latest() == 3
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        3,
+        {},
+        {"header_sha256": 1, "crc32": {}},
+        {"header_sha256": "0" * 64, "crc32": []},
+        {"header_sha256": "0" * 64, "keys": "x"},
+        {"header_sha256": "0" * 64, "crc32": {"x": {"y": 1}}},
+    ],
+)
+def test_a_manifest_of_another_shape_is_damage_however_well_it_is_sealed(
+    entry: object, tmp_path: Path
+) -> None:
+    save(tmp_path, 1, 2)
+    place = tmp_path / step_name(2) / "manifest.json"
+    document = json.loads(place.read_bytes())
+    document.pop("sha256")
+    document["files"] = dict.fromkeys(document["files"], entry)
+    place.write_bytes(serialize(document))
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        assert manager.restore(run.model, run.optimizer).step == 1
+        with pytest.raises(FormatError):
+            manager.restore(run.model, run.optimizer, step=2)
 
 
 def test_damage_of_all_steps_is_an_error_that_names_the_first(tmp_path: Path) -> None:
