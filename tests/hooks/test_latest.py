@@ -105,6 +105,24 @@ def test_a_sweep_makes_a_published_step_the_latest(tmp_path: Path) -> None:
         directory.hide(6)
 
 
+def test_a_run_that_goes_on_from_an_earlier_step_is_told_of_those_in_its_way(
+    tmp_path: Path,
+) -> None:
+    def notes(run: Run, step: int | None) -> str:
+        with run.manager(tmp_path) as manager:
+            found = manager.restore(run.model, run.optimizer, run.scheduler, step=step)
+        return " ".join(found.notes)
+
+    run = run_in("now")
+    with run.manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            run.train(step, step + 1)
+            manager.save(step, run.model, run.optimizer, run.scheduler)
+    assert "later steps are there (2, 3)" in notes(run_in("now"), 1)
+    assert "later" not in notes(run_in("now"), None)
+    assert "later" not in notes(run_in("now", overwrite=True), 1)
+
+
 def test_what_is_removed_has_lost_its_name_when_save_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,18 +218,6 @@ def test_what_killed_saves_left_is_swept_and_the_rest_stays(tmp_path: Path) -> N
     assert names(tmp_path) == [*kept, "step-0000000009.partial"]
 
 
-def test_a_run_that_goes_on_from_an_earlier_step_is_told_of_those_in_its_way(
-    tmp_path: Path,
-) -> None:
-    saved(tmp_path, 1, 2, 3)
-    told = "later steps are there (2, 3)"
-    assert any(told in note for note in restored(tmp_path, step=1)[1].notes)
-    assert not any("later" in note for note in restored(tmp_path)[1].notes)
-    run = Run(overwrite=True)
-    with run.manager(tmp_path) as manager:
-        assert not any("later" in note for note in restore(manager, run, step=1).notes)
-
-
 # ---- restoring -------------------------------------------------------------------------------
 
 
