@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ckpttools import api
-from ckpttools.errors import StorageError
+from ckpttools.errors import StorageError, UsageError
 from ckpttools.executor import Resources
 from ckpttools.hooks.general import plan_general
 from ckpttools.hooks.ranks import Ranks
@@ -47,6 +47,7 @@ def gather_general(
     arguments are those of ``plan_general``. Returns the directory.
 
     Raises:
+        UsageError: the optimizer has no state yet; whole tensors would lose its groups.
         CkptError: any rank could not write, or the result isn't equal; raised on every rank, and
             nothing was published.
     """
@@ -58,6 +59,11 @@ def gather_general(
     def enter() -> str:
         if ranks.rank != 0:
             return ""
+        if optimizer is not None and not any(optimizer.state.values()):
+            raise UsageError(
+                "optimizer: must have state to be saved with whole tensors, got none yet",
+                hint="save in format sharded, or after a step, or the weights with optimizer=None",
+            )
         check_destination(place, overwrite=overwrite)
         hidden = place.parent / f".{place.name}.chunks-{secrets.token_hex(6)}"
         try:

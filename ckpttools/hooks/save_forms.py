@@ -22,6 +22,7 @@ from ckpttools.hooks.gathered_general import gather_general
 from ckpttools.hooks.general import load_general, plan_general
 from ckpttools.hooks.restore import Restored, load_sharded
 from ckpttools.hooks.save_plan import SavePlan, plan_native
+from ckpttools.hooks.training_state import RNG, names_per_rank
 from ckpttools.optimizer import ShardedOptimizer
 
 SHARDED = "sharded"
@@ -88,9 +89,17 @@ def gather_save(
 ) -> None:
     """Save whole tensors; a collective call.
 
+    ``extra`` is equal on every rank. Random generators in it are left out.
+
     Raises:
+        UsageError: something else differs from rank to rank, which has no place there.
         CkptError: any rank could not write; raised on every rank, and nothing was published.
     """
+    if differing := sorted(names_per_rank(extra) - {RNG}):
+        raise UsageError(
+            f"{differing[0]}: must be equal on all ranks for format {form}, got others on some",
+            hint=f"save in format {SHARDED}, which keeps each rank's own",
+        )
     if isinstance(optimizer, ShardedOptimizer):
         save_gathered(
             path,

@@ -153,7 +153,7 @@ def find_states(objects: Mapping[str, object], crew: Crew, where: str) -> Found:
         str(name): state for name, state in training.items() if name not in {_WORLD, _PENDING}
     }
     of_ranks = [mine for mine in per_rank if isinstance(mine, Mapping)]
-    elsewhere = {str(name) for mine in of_ranks for name in mine}
+    elsewhere = names_per_rank(objects)
     if len(of_ranks) == crew.size:
         states |= {str(name): state for name, state in of_ranks[crew.rank].items()}
     values = {name: from_plain(state, f"{where}: {name}") for name, state in states.items()}
@@ -164,6 +164,13 @@ def find_states(objects: Mapping[str, object], crew: Crew, where: str) -> Found:
         world_size=size if type(size) is int else 0,
         pending=_PENDING in training,
     )
+
+
+def names_per_rank(objects: Mapping[str, object]) -> set[str]:
+    """Return the names of what a checkpoint's objects hold for each rank on its own."""
+    per_rank = objects.get(PER_RANK)
+    of_ranks = per_rank if isinstance(per_rank, list) else []
+    return {str(name) for mine in of_ranks if isinstance(mine, Mapping) for name in mine}
 
 
 class StateLoad:

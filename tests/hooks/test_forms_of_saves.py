@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from gloo_ranks import run_ranks
 
 from ckpttools import api
+from ckpttools.errors import UsageError
 from ckpttools.hooks import CheckpointManager
 from ckpttools.optimizer import (
     DistributedFusedAdam,
@@ -59,3 +62,44 @@ def test_scheduler_and_extra_come_back_in_every_form_and_out_of_whole_tensors(
         assert "training, under objects" in report.carried
         assert api.read_manifest(tmp_path / to).objects["training"] == training
         assert api.verify(tmp_path / to, against=step).ok
+
+
+def save_unlike(folder: str, kind: str, form: str) -> tuple[str, list[str]]:
+    """Save what differs from rank to rank; return what is said, and what is there."""
+    model, optimizer, _ = build(kind)
+    model(torch.ones(5)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(folder, format=form, preemption_signals=()) as manager:
+        with pytest.raises(UsageError) as caught:
+            manager.save(1, model, optimizer, extra={"samples": 3 + dist.get_rank()})
+        dist.barrier()
+        left = sorted(path.name for path in Path(folder).iterdir())
+        dist.barrier()
+        manager.save(1, model, optimizer, extra={"samples": 3})
+    return str(caught.value), left
+
+
+@pytest.mark.parametrize("kind", ["zero1", "torch"])
+@pytest.mark.parametrize("form", ["gathered", "gathered-zarr"])
+def test_what_differs_from_rank_to_rank_has_no_place_in_whole_tensors_and_is_not_dropped(
+    form: str, kind: str, tmp_path: Path
+) -> None:
+    said = f"extra: must be equal on all ranks for format {form}, got others on some"
+    assert run_ranks(save_unlike, 2, str(tmp_path), kind, form) == [(said, [])] * 2
+    model, optimizer, _ = build(kind)
+    with CheckpointManager(tmp_path, preemption_signals=()) as manager:
+        assert manager.restore(model, optimizer).extra == {"samples": 3}
+
+
+def test_an_optimizer_without_state_yet_is_not_dropped_from_whole_tensors(tmp_path: Path) -> None:
+    model, optimizer, _ = build("torch")
+    with CheckpointManager(tmp_path, format="gathered", preemption_signals=()) as manager:
+        with pytest.raises(UsageError, match="optimizer: must have state to be saved with whole"):
+            manager.save(1, model, optimizer)
+        assert manager.latest() is None
+        manager.save(1, model, None)
+        manager.restore(model, None)
+        model(torch.ones(5)).sum().backward()
+        optimizer.step()
+        manager.save(2, model, optimizer)
+        assert manager.restore(model, optimizer).step == 2
